@@ -270,18 +270,12 @@ class Checkpointer(ClosesUnheld):
 
     @as_checkpoint_errors()
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete tag that has one in its name; None without any.
-
-        All ranks call it, and get the same. One rank alone asks `list_checkpoints`.
-        """
+        """Return the step of the newest complete tag that has one in its name; None without any. All ranks call it."""
         return self._ask("latest_step", lambda places: next((tag.step for tag in reversed(steps_of(places))), None))
 
     @as_checkpoint_errors()
     def all_steps(self) -> list[int]:
-        """Return the steps of all complete tags, oldest save first. All ranks call it, and get the same.
-
-        The step is the number in a tag's name: 300 in "step_300", "iter_300" and "300".
-        """
+        """Return the steps of all complete tags, the numbers in their names, oldest save first. All ranks call it."""
         return self._ask("all_steps", lambda places: [tag.step for tag in steps_of(places)])
 
     @as_checkpoint_errors()
@@ -534,6 +528,12 @@ class Checkpointer(ClosesUnheld):
             raise
         self._has_saved = True
         return planned
+
+    @as_checkpoint_errors()
+    def hold(self) -> None:
+        """Take the directory before the first save; all ranks call this. Raises DirectoryInUse."""
+        with self._lock.held("hold"):
+            self._session = self._session or self._claim(self._meet("hold"))
 
     def _reserve(self, call: str) -> None:
         """Take the directory before the training, if it will be saved to: without a group only the first save can."""

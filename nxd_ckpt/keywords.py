@@ -71,15 +71,15 @@ InstallKeywords = TypedDict("InstallKeywords", {
     "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": NumKept, "zero1_optimizer": bool,
     "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
     "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
-    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "max_bytes_per_second": Size | None,
-    "dedup": bool, "run_id": str | None, "durable": bool, "memory_cap": Size | None, "progress": bool,
-    "on_save_failure": OnFailure, "max_failed_saves": Count, "topology": Topology | None, "process_group": Any,
-    "timeout": Seconds, "storage_options": StorageOptions | None, "strict": bool,
-    "saved_param_names": Sequence[Sequence[Sequence[str]]] | None, "rank_content": dict[Any, Any] | None,
-    "verify": Verify | None, "share_reads": bool | None, "mapping": MappingSpec, "kv_size_multiplier": Count,
-    "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str, "load_weights_only": bool,
-    "strict_model_weights": bool | None, "tag_values": TagValues | None, "prove": bool | None, "fallback": bool,
-    "pre_download": bool, "work_dir": StrPath | None,
+    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "files": Mapping[str, str] | None,
+    "max_bytes_per_second": Size | None, "dedup": bool, "run_id": str | None, "durable": bool,
+    "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": Count,
+    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
+    "strict": bool, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
+    "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "mapping": MappingSpec,
+    "kv_size_multiplier": Count, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
+    "load_weights_only": bool, "strict_model_weights": bool | None, "tag_values": TagValues | None,
+    "prove": bool | None, "fallback": bool, "pre_download": bool, "work_dir": StrPath | None,
 }, total=False)
 LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
@@ -134,16 +134,17 @@ ReshardKeywords = TypedDict("ReshardKeywords", {
 SaveCheckpointKeywords = TypedDict("SaveCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "partitions": Mapping[str, Partition] | None, "trust_pickle": bool,
     "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None, "retain": Retain,
-    "metrics": GivenMetrics, "max_bytes_per_second": Size | None, "dedup": bool, "run_id": str | None, "durable": bool,
-    "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": Count,
-    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
+    "metrics": GivenMetrics, "files": Mapping[str, str] | None, "max_bytes_per_second": Size | None, "dedup": bool,
+    "run_id": str | None, "durable": bool, "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure,
+    "max_failed_saves": Count, "topology": Topology | None, "process_group": Any, "timeout": Seconds,
+    "storage_options": StorageOptions | None,
 }, total=False)
 SaveKeywords = TypedDict("SaveKeywords", {
     "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": NumKept, "zero1_optimizer": bool,
     "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
     "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
-    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "max_bytes_per_second": Size | None,
-    "dedup": bool,
+    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "files": Mapping[str, str] | None,
+    "max_bytes_per_second": Size | None, "dedup": bool,
 }, total=False)
 ToDcpKeywords = TypedDict("ToDcpKeywords", {
     "flatten_optimizer_state": bool, "partitions": Mapping[str, Partition] | None,

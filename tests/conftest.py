@@ -91,6 +91,12 @@ def golden_of_flags(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def golden_of_trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of checkpoints that the plug-ins of nxd_ckpt 0.1 wrote, each beside what was saved; shared likewise."""
+    return _unpacked("nxd_ckpt-0.1-trainers.tar.xz", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def torch_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of checkpoints that torch_checkpointing 0.1.1 wrote, each beside its whole state; shared likewise."""
     return _unpacked("torch_checkpointing-0.1.1.tar.xz", tmp_path_factory)

@@ -55,7 +55,8 @@ class Commit:
 
     ``rules`` say which tags stay; None keeps all. ``parameters`` are those of rank 0's own index. ``groups`` are the
     mesh groups of a mesh job. ``draining`` is set if there are further tiers. ``voted`` is the time of rank 0's own
-    vote (seconds, as effects.monotonic()). ``per_rank`` are names of what ranks saved for themselves.
+    vote (seconds, as effects.monotonic()). ``per_rank`` are names of what ranks saved for themselves. ``guests`` are
+    files of others that it was given.
     """
 
     publication: Publication
@@ -69,6 +70,7 @@ class Commit:
     draining: Draining | None = None
     voted: float | None = None
     per_rank: tuple[str, ...] = ()
+    guests: Mapping[str, FileEntry] = field(default_factory=dict)
 
     def leaders(self, topology: Topology) -> list[int]:
         """Return ranks that together have every parameter.
@@ -124,6 +126,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         metrics=request.metrics,
         phases=_phases(votes),
         per_rank=request.per_rank,
+        guests=request.guests,
     )
     indexes = [names.index_file(topology.coordinates_of(rank)) for rank in range(topology.world_size)]
     session.require()  # again: in place, a late write would disturb another job that saves this tag

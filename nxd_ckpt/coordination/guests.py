@@ -3,17 +3,21 @@
 People and trainers put them there before, during and after a save. Their names decide: whatever no save writes is a
 guest, also in the tag's own folders. A save neither reads nor writes over guests, and they stay: they move from the
 directory that it replaces to the one that takes its name. On stores, where nothing moves, what is not a guest goes.
+
+A save may be given such files. They are listed in its manifest, with digests, and belong to it: they go when it is
+replaced, and nothing takes their place.
 """
 
 from __future__ import annotations
 
 import errno
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 from nxd_ckpt.core import names
+from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage import base
 from nxd_ckpt.storage.base import Storage, remove_if
@@ -45,9 +49,25 @@ def entries_of(storage: Storage, key: str, folder: str = "") -> Iterator[Entry]:
             yield Entry(path, is_dir)
 
 
+def given_to(storage: Storage, key: str) -> Collection[str]:
+    """Return the files of others in the directory ``key`` that its save was given."""
+    try:
+        where = f"{key}/{names.MANIFEST}"
+        return load_manifest(storage.read(where), f"{storage.url}/{where}").guests.keys()
+    except (FileNotFoundError, MalformedFile):
+        return ()
+
+
 def guests_of(storage: Storage, key: str) -> list[Entry]:
-    """Return the guests in the directory ``key``; of a directory that is one, not what is in it."""
-    return [entry for entry in entries_of(storage, key) if entry.is_guest]
+    """Return the guests in the directory ``key`` that no save was given; of a directory of such, not what is in it."""
+    waiting, guests = [entry for entry in entries_of(storage, key) if entry.is_guest], list[Entry]()
+    given = given_to(storage, key) if waiting else ()
+    for entry in waiting:  # grows
+        if any(name.startswith(f"{entry.path}/") for name in given):
+            waiting += [Entry(f"{entry.path}/{name}", inner) for name, inner in storage.list(f"{key}/{entry.path}")]
+        elif entry.path not in given:
+            guests.append(entry)
+    return guests
 
 
 def share(storage: Storage, source: str, target: str) -> None:
@@ -74,12 +94,14 @@ def _files(storage: Storage, key: str) -> Iterator[str]:
 def bring(storage: Storage, source: str, target: str) -> None:
     """Move the guests of the directory ``source`` to ``target``, durably. Safe to repeat, and by several processes.
 
-    Of two with one name the one that was changed last stays. Those behind a link stay where they are.
+    Of two with one name the one that was changed last stays, but a file that the save in ``target`` was given always
+    does. Those behind a link stay where they are.
     """
-    folders = set[str]()
-    for path, is_dir in guests_of(storage, source):
+    moving, folders = guests_of(storage, source), set[str]()
+    given = {f"{target}/{name}" for name in given_to(storage, target)} if moving else set[str]()
+    for path, is_dir in moving:
         try:
-            _move(storage, f"{source}/{path}", f"{target}/{path}", is_dir, folders)
+            _move(storage, f"{source}/{path}", f"{target}/{path}", is_dir, folders, given)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -87,13 +109,13 @@ def bring(storage: Storage, source: str, target: str) -> None:
         storage.sync_dir(folder)
 
 
-def _move(storage: Storage, old: str, new: str, is_dir: bool, folders: set[str]) -> None:
+def _move(storage: Storage, old: str, new: str, is_dir: bool, folders: set[str], given: Collection[str]) -> None:
     if is_dir and storage.is_dir(new):
         for name, inner in storage.list(old):
-            _move(storage, f"{old}/{name}", f"{new}/{name}", inner, folders)
+            _move(storage, f"{old}/{name}", f"{new}/{name}", inner, folders, given)
         return
     if storage.is_dir(new) or storage.is_file(new):
-        if is_dir or not _is_newer(storage, old, new):
+        if is_dir or new in given or not _is_newer(storage, old, new):
             return
         storage.remove(new)
     folder = posixpath.dirname(new)
@@ -112,8 +134,7 @@ def _is_newer(storage: Storage, one: str, other: str) -> bool:
 
 def remove_all_but_guests(storage: Storage, tag: str, confirm: Callable[[], bool]) -> bool:
     """Remove a tag's own files if ``confirm`` returns True; return its answer. See storage.base.remove_if."""
-    entries = list(entries_of(storage, tag))
-    if not any(entry.is_guest for entry in entries):
+    if not guests_of(storage, tag):
         return remove_if(storage, tag, confirm)
-    own = [entry.path for entry in entries if not entry.is_guest]
+    own = [*given_to(storage, tag), *(entry.path for entry in entries_of(storage, tag) if not entry.is_guest)]
     return all(remove_if(storage, f"{tag}/{path}", confirm) for path in own)

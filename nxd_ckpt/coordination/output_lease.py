@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.storage.base import Storage
 
@@ -32,22 +31,18 @@ class OutputLease:
 
     Args:
         storage: the directory with the lease; it is created.
-        also: further directories, for which no other live job may have the lease.
         shown: the directory's name in messages.
-        run_id: name by which this process recognises a lease that it could not give back; by default it never does.
 
     Raises:
-        DirectoryInUse: another live job has one of them. Nothing was changed.
+        DirectoryInUse: another live job has it. Nothing was changed.
     """
 
-    def __init__(self, storage: Storage, *also: Storage, shown: str, run_id: str = "") -> None:
-        for place in also:
-            _refuse_other_job(place, shown)
+    def __init__(self, storage: Storage, *, shown: str) -> None:
         dead = _refuse_other_job(storage, shown)
         self._storage = storage
         left = _left.pop(storage.url, "")  # only one thread gets it
         try:
-            self._lease = lease.acquire(storage, run_id or left or new_run_id(), _PATIENCE, dead=dead)
+            self._lease = lease.acquire(storage, left or new_run_id(), _PATIENCE, dead=dead)
         except BaseException:
             if left:
                 _left[storage.url] = left
@@ -66,35 +61,6 @@ class OutputLease:
         except OSError as error:
             _left[self._storage.url] = self._lease.run_id
             logger.warning("%s: no other job can save there before this process ends: %s", self._storage.url, error)
-
-
-class HeldLeases:
-    """The leases of this process, by directory; each is kept until all its users are done."""
-
-    def __init__(self) -> None:
-        self._leases: dict[str, OutputLease] = {}
-        self._users: dict[str, set[str]] = {}
-        self._run_ids: dict[str, str] = {}
-        in_forked_children(self._leases.clear)
-        in_forked_children(self._users.clear)
-
-    def take(self, storage: Storage, *also: Storage, shown: str) -> OutputLease:
-        """Return this process's lease, taken if need be. Raises as `OutputLease` does."""
-        if storage.url in self._leases:
-            self._leases[storage.url].require()
-        else:
-            run_id = self._run_ids.setdefault(storage.url, new_run_id())
-            self._leases[storage.url] = OutputLease(storage, *also, shown=shown, run_id=run_id)
-        return self._leases[storage.url]
-
-    def users(self, storage: Storage) -> set[str]:
-        """Return the names of the lease's users, who change this set themselves."""
-        return self._users.setdefault(storage.url, set())
-
-    def release_unused(self, storage: Storage) -> None:
-        """Give the lease back unless it has users."""
-        if not self.users(storage) and storage.url in self._leases:
-            self._leases.pop(storage.url).release()
 
 
 def new_run_id() -> str:

@@ -98,6 +98,10 @@ def _pieces_text(pieces: tuple[Piece, ...] | None) -> str:
     return document.array(document.array(map(document.integers, part)) for part in parts)
 
 
+def _files_text(files: Mapping[str, FileEntry]) -> str:
+    return document.members({key: document.integers(entry) for key, entry in files.items()})
+
+
 def parameters_text(parameters: Mapping[str, ParameterSpec]) -> str:
     """Return the JSON of all parameters, by name."""
     partitions: dict[Partition, str] = {}  # few, and most parameters have the same
@@ -249,6 +253,7 @@ class Manifest:
     ``leaders`` are the first ranks of a mesh job's groups, whose indexes describe the tensors; None for other jobs.
     ``metrics`` are the training's, None for values that were not finite. ``phases`` are by global rank; empty if they
     were not recorded. ``per_rank`` are names of what ranks saved for themselves, because their values differ.
+    ``guests`` are files of others that the save was given, by their paths in the tag.
     ``is_named_by_done``: ``done`` holds the order time and the attempt, unless another program wrote it again.
     """
 
@@ -265,6 +270,7 @@ class Manifest:
     metrics: Metrics = field(default_factory=dict)
     phases: tuple[RankPhases, ...] = ()
     per_rank: tuple[str, ...] = ()
+    guests: Mapping[str, FileEntry] = field(default_factory=dict)
     is_named_by_done: bool = field(default=True, compare=False)
 
     @property
@@ -282,7 +288,7 @@ def dump_index(index: RankIndex) -> bytes:
             "format_version": str(MESH_VERSION if mesh else FORMAT_VERSION),
             "kind": '"rank_index"',
             "coordinates": document.integers((at.pp_rank, at.dp_rank, at.tp_rank)),
-            "files": document.members({key: document.integers(entry) for key, entry in index.files.items()}),
+            "files": _files_text(index.files),
             "tensors": document.array(tensor_texts(index.tensors)),
             "parameters": parameters_text(index.parameters),
             "optimizer_names": document.plain(index.optimizer_names),
@@ -328,6 +334,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     metrics = {"metrics": document.plain(dict(manifest.metrics))} if manifest.metrics else {}
     phases = phases_text(manifest.phases) if manifest.phases else {}
     per_rank = {"per_rank": document.plain(list(manifest.per_rank))} if manifest.per_rank else {}
+    guests = {"guests": _files_text(manifest.guests)} if manifest.guests else {}
     text = document.members(
         {
             "format_version": str(NAMED_VERSION),
@@ -345,6 +352,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
             **metrics,
             **phases,
             **per_rank,
+            **guests,
         }
     )
     # The manifest verifies the indexes, but no other file verifies it. So it ends with a digest of its own bytes.
@@ -401,6 +409,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION or _has_phases(fields) else (),
             per_rank=_texts(fields["per_rank"]) if version == PER_RANK_VERSION or "per_rank" in fields else (),
             is_named_by_done=version >= NAMED_VERSION,
+            guests=_guests(fields.get("guests", {})),
         )
 
 
@@ -468,6 +477,10 @@ def _leaders(ranks: Any, topology: Topology) -> tuple[int, ...]:
     if not leaders or topology.sizes != Topology(topology.dp).sizes or max(leaders) >= topology.world_size:
         raise ValueError(f"a mesh job on {topology.describe()}, led by ranks {leaders[:8]}")
     return leaders
+
+
+def _guests(raw: Any) -> dict[str, FileEntry]:
+    return {name: Makers.file(entry) for name, entry in _named(checked_key, raw).items()}
 
 
 def _texts(raw: Any) -> tuple[str, ...]:

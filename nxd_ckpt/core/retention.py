@@ -23,15 +23,17 @@ Metrics: TypeAlias = Mapping[str, float | None]
 
 @dataclass(frozen=True)
 class Last(Options):
-    """A rule that keeps the newest ``count`` tags."""
+    """A rule that keeps the newest ``count`` tags, of which the tag ``including`` is one, however old it is."""
 
     count: Count
+    including: str | None = None
 
     def __str__(self) -> str:
-        return f"last {self.count}"
+        return f"last {self.count}" + (f" with {self.including}" if self.including else "")
 
     def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
-        return tags[-self.count :]
+        older = [info for info in tags[: -self.count] if info.tag == self.including]
+        return [*older, *tags[-max(self.count - len(older), 1) :]]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
-"""Checkpoints of accelerate's save_state: its files, complete or invisible, with models and optimizers as tags.
+"""Checkpoints of accelerate's save_state: tags with models and optimizers, which have accelerate's other files too.
 
 Written for accelerate 1.x. One line changes::
 
     from nxd_ckpt.integrations.accelerate import Accelerator  # in place of accelerate.Accelerator
 
-``save_state("checkpoint")`` makes the directory ``checkpoint``, as ever. In it, the first model and its optimizer are
-the tag ``training_state``; further models are ``training_state_1`` and so on. ``digests.json`` has digests of
-accelerate's own files (schedulers, samplers, random states, registered objects). It is all written out of sight, and
-renamed when it is complete.
+``save_state("out/checkpoint")`` makes the directory ``out/checkpoint``, as ever: a tag with the models and optimizers,
+several by name (``model_0``), which was given accelerate's own files (schedulers, samplers, random states, registered
+objects). It is all written out of sight, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -24,49 +23,35 @@ import accelerate
 from accelerate import DistributedType
 from accelerate.state import is_initialized
 
-from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
+from nxd_ckpt.api import load_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.environment import default_topology
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.coordination.rendezvous import meet
-from nxd_ckpt.core.option_classes import options_of, plain_options, split_options
+from nxd_ckpt.core.option_classes import split_options
 from nxd_ckpt.errors import (
     CheckpointNotFound,
-    CorruptCheckpoint,
     IncompatibleState,
     InvalidArgument,
     OptimizerMismatch,
     UnsupportedState,
 )
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import (
-    SealedDirectory,
+from nxd_ckpt.integrations.trainer_tags import (
+    STATE,
+    TrainerSaves,
+    TrainerTag,
     directory_of,
-    is_ours,
     next_number,
     oldest_first,
     require_one_writer,
-    verify_files,
+    tag_of,
 )
-from nxd_ckpt.load.loading import require_fit
-from nxd_ckpt.load.options import LoadOptions, LoadRequest
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
-from nxd_ckpt.save.options import SaveOptions
-from nxd_ckpt.save.pending import PendingSave
-from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.identity import Identity
-from nxd_ckpt.tag.known_damage import note_damage
-from nxd_ckpt.tag.verify import verify_checkpoint
-
-STATE = "training_state"
-"""The tag of the first model in a checkpoint's directory."""
+from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 
 _CHECKPOINTS = "checkpoints"
 """accelerate's folder of a project's checkpoints."""
 _NUMBERED = r"checkpoint_(\d+)"
-
-_RANDOM_STATE = "random_states_{}.pkl"
-"""File of each rank, by its number."""
 
 _OF_OBJECTS = re.compile(r"scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt")
 """Files that accelerate reads without asking whether they are there, or more of them."""
@@ -75,7 +60,7 @@ _ACCELERATES = (
     *("model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler*.bin", "sampler*.bin", "dl_state_dict*"),
     *("random_states_*.pkl", "scaler.pt", "custom_checkpoint_*.pkl"),
 )
-"""accelerate's own names of a checkpoint's files."""
+"""Names of files in accelerate's own checkpoints: none is left of one that is replaced."""
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -94,11 +79,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     any_world_size: ClassVar[bool] = False
     """Load also checkpoints of another number of processes. Random states are then those of ranks that both have."""
 
-    files_added_later: ClassVar[Sequence[str]] = ()
-    """Glob patterns of files that a script adds to a checkpoint after it was saved: a load ignores them."""
-
-    _saving: SealedDirectory | None = None
-    """The checkpoint that is not known to be visible yet."""
+    _saves: TrainerSaves | None = None
+    """Of the last directory that was saved to."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_first = not is_initialized()
@@ -118,25 +100,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._settle()
         self._require_supported()
         agreement = self._meet("checkpoint")
-        directory = self._directory(output_dir, agreement)
-        directory.begin_together(agreement)
-        with self._bare() as bare:
+        saves, name = self._saves_to(output_dir, agreement)
+        staged = saves.begin(agreement, name)
+        model, optimizer, others = self._objects()
+        with self._bare(others) as bare:
             models = bare["_models"]
             for hook in [*bare["_save_model_state_pre_hook"].values()]:  # weights that they remove are saved anyway
-                hook(list(models), [None] * len(models), directory.staged)
-            super().save_state(directory.staged, safe_serialization, **options)
-        own = _RANDOM_STATE.format(self.process_index)
-        if self.is_main_process:
-            directory.record(_RANDOM_STATE.format("[1-9]*"), [own, *self._files_of_objects()])
-        self.wait_for_everyone()  # until all ranks' files are there
-        # All ranks write the state of the scaler and of stateful data loaders, and hooks write any files.
-        directory.complete(agreement, own, shared=True)
-        with directory.publishing(self.is_main_process) as saves:
-            self._save_models(directory, saves)
-        self._saving = directory
+                hook(list(models), [None] * len(models), staged)
+            super().save_state(staged, safe_serialization, **options)
+        project = self.project_configuration
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        content = {"runs_with": {**self._setting(), **self._counts(), **self._classes()}}
+        saves.save(agreement, model, optimizer, None, content, async_save=self.async_save, limit=limit)
         if not self.async_save:
             self._settle()
-        return directory.path
+        return os.path.join(saves.directory, name)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """Load from ``input_dir``, or the latest checkpoint of the project.
@@ -147,74 +125,56 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         self._settle()
         place = directory_of(input_dir) if input_dir is not None else self._latest()
-        if not is_ours(place, STATE):
+        found = tag_of(place)
+        if found is None:
             super().load_state(place, load_kwargs, **options)
             return
         self._require_supported()
-        content = open_checkpoint(place, STATE).user_content()
-        require_same_setting(place, content["runs_with"], self._setting(), self.any_world_size)
-        require_same(place, content["runs_with"], self._classes(), OptimizerMismatch)
-        verify_files(place, STATE, self.files_added_later)
+        runs_with = open_checkpoint(found.directory, found.tag).user_content()["runs_with"]
+        require_same_setting(place, runs_with, self._setting(), self.any_world_size)
+        require_same(place, runs_with, {} if found.is_sealed else self._counts(), IncompatibleState)
+        require_same(place, runs_with, self._classes(), OptimizerMismatch)
+        found.verify_files()
         self._require_same_objects(place)
-        self._load_models(place, options)
-        with self._bare() as bare:
+        self._load_models(found, options)
+        with self._bare([] if found.is_sealed else self._objects()[2]) as bare:
             for hook in [*bare["_load_model_state_pre_hook"].values()]:
                 hook(list(bare["_models"]), place)
             super().load_state(place, load_kwargs, **options)
 
     def end_training(self) -> None:
         """End accelerate's training once the last checkpoint is complete. Raises failures of the background."""
-        self._settle()
-        close_checkpointers()
+        self._close()
         super().end_training()
 
-    def _save_models(self, directory: SealedDirectory, saves: list[PendingSave]) -> None:
-        """Save models and optimizers, which accelerate's files lack, and add the saves to ``saves``."""
-        for tag, model, optimizer, names in self._parts():
-            content = {"runs_with": {**self._setting(), **self._classes()}} if tag == STATE else None
-            more = {"async_save": self.async_save, "param_names": names, **self.checkpoint_options}
-            saves.append(save_checkpoint(directory.tags, tag, model, optimizer, None, content, **more))
+    def _objects(self) -> tuple[Any, Any, list[Any]]:
+        """Return the models and the optimizers that a tag takes, several by name, and the optimizers that it does not.
 
-    def _load_models(self, place: str, given: Mapping[str, Any]) -> None:
-        """Load all models, or none; with those of the ``given`` options that are options of a load, such as ``strict``.
-
-        Before the first one changes, the others are checked to fit, and their tags are verified.
+        These hold parameters of others before them, and stay accelerate's files.
         """
-        parts = self._parts()
-        if is_ours(place, _tag(len(parts))):
-            raise IncompatibleState(
-                f"{place} was saved with more models than the {len(self._models)} that were prepared: prepare all"
-            )
-        options, _ = split_options(LoadOptions, given)
-        agreement = self._meet("load_state")
-        own = [tag for tag, *_ in parts[1:]][self.process_index :: self.num_processes]
-        storage, topology = LocalStorage(os.path.abspath(place)), default_topology()
-        try:
-            on_all(agreement, partial(_verify, place, own))
-        except CorruptCheckpoint as error:  # another rank may have found it, and rank 0 removes surplus checkpoints
-            note_damage(storage, Identity(storage, STATE), str(error))
-            raise
-        for tag, model, optimizer, names in parts[1:]:
-            chosen = options_of(LoadOptions, {"param_names": names, **options})
-            require_fit(storage, tag, LoadRequest(topology, agreement, model, optimizer, options=chosen))
-        for tag, model, optimizer, names in parts:
-            load_checkpoint(place, tag, model, optimizer, **{"param_names": names, **options})
-
-    def _parts(self) -> list[tuple[str, Any, Any, list[list[str]] | None]]:
-        """Return each tag with its model and its optimizer, or None, without accelerate's wrappers.
-
-        An optimizer is saved with the model at its place. Those for which there is none have tags of their own, with
-        the names of their parameters if these are of one model.
-        """
-        models: list[Any] = [self.unwrap_model(model) for model in self._models]
+        models = [self.unwrap_model(model) for model in self._models]
         if not models:
             raise UnsupportedState("no model was prepared: prepare one, or use accelerate.Accelerator")
-        parts: list[tuple[str, Any, Any, list[list[str]] | None]] = []
+        held, own, others = set[int](), list[Any](), list[Any]()
+        for wrapped in self._optimizers:
+            parameters = {id(each) for group in wrapped.optimizer.param_groups for each in group["params"]}
+            (others if parameters & held else own).append(wrapped)
+            held |= parameters
+        return _by_name("model", models), _by_name("optimizer", [each.optimizer for each in own]), others
+
+    def _load_models(self, found: TrainerTag, given: Mapping[str, Any]) -> None:
+        """Load all models and optimizers, or none, with those of the ``given`` options that are options of a load."""
+        options, _ = split_options(LoadOptions, given)
+        if not found.is_sealed:
+            model, optimizer, _ = self._objects()
+            load_checkpoint(found.directory, found.tag, model, optimizer, **options)
+            return
+        models = [self.unwrap_model(model) for model in self._models]
         for index, (model, wrapped) in enumerate(zip_longest(models, self._optimizers)):
             optimizer = None if wrapped is None else wrapped.optimizer
             named = (parameter_names(each, optimizer) for each in models) if model is None else ()
-            parts.append((_tag(index), model, optimizer, next(filter(None, named), None)))
-        return parts
+            tag, names = f"{STATE}_{index}" if index else STATE, next(filter(None, named), None)
+            load_checkpoint(found.directory, tag, model, optimizer, **{"param_names": names, **options})
 
     def _files_of_objects(self) -> list[str]:
         """Return accelerate's files of the scaler, the schedulers and the registered objects of this run."""
@@ -235,8 +195,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
 
     @contextmanager
-    def _bare(self) -> Iterator[Mapping[str, Any]]:
+    def _bare(self, optimizers: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
         """Let accelerate save and load only its other files within the block, in the directory it is given.
+
+        Of the optimizers that are these.
 
         Yields the attributes that this object lacks meanwhile, by name.
         """
@@ -245,6 +207,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         project, automatic = self.project_configuration, self.project_configuration.automatic_checkpoint_naming
         for name, value in attributes.items():
             setattr(self, name, type(value)())
+        self._optimizers = list(optimizers)
         project.automatic_checkpoint_naming = False
         try:
             yield attributes
@@ -253,24 +216,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for name, value in attributes.items():
                 setattr(self, name, value)
 
-    def _directory(self, output_dir: str | None, agreement: Agreement) -> SealedDirectory:
-        """Return the checkpoint to be made: ``output_dir``, or the project's next one. All ranks call this.
-
-        Raises InvalidArgument if ``output_dir`` is no checkpoint.
+    def _saves_to(self, output_dir: str | None, agreement: Agreement) -> tuple[TrainerSaves, str]:
+        """Return the saves to the directory around ``output_dir``, or of the project, and the checkpoint's name there.
         """
-        durable = plain_options(self.checkpoint_options, SaveOptions, CheckpointerOptions).get("durable", True)
         project = self.project_configuration
-        if not project.automatic_checkpoint_naming:
-            if output_dir is None:
-                raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
-            directory = SealedDirectory(*os.path.split(os.path.abspath(directory_of(output_dir))), durable)
-            on_all(agreement, partial(directory.refuse_to_replace, _ACCELERATES))
-            return directory
-        # A new process counts from 0 again, and accelerate takes the highest number for the newest.
-        free = decided_by_rank0(agreement, lambda: next_number(self._checkpoints, _NUMBERED))
-        project.iteration = max(project.iteration, free)
-        # Written outside of the folder of the checkpoints: accelerate takes everything in it for one.
-        return SealedDirectory(self._project, f"{_CHECKPOINTS}/checkpoint_{project.iteration}", durable)
+        if project.automatic_checkpoint_naming:
+            directory = self._checkpoints
+            # A new process counts from 0 again, and accelerate takes the highest number for the newest.
+            free = decided_by_rank0(agreement, partial(self._next_number, directory))
+            project.iteration = max(project.iteration, free)
+            name = f"checkpoint_{project.iteration}"
+        elif output_dir is None:
+            raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
+        else:
+            directory, name = os.path.split(os.path.abspath(directory_of(output_dir)))
+        if self._saves is not None and self._saves.directory != directory:
+            self._close()
+        if self._saves is None:
+            # accelerate takes everything in the folder of a project's checkpoints for one.
+            options, hidden = self.checkpoint_options, project.automatic_checkpoint_naming
+            self._saves = TrainerSaves(agreement, directory, options, _NUMBERED, _ACCELERATES, hidden)
+        return self._saves, name
+
+    @staticmethod
+    def _next_number(directory: str) -> int:
+        os.makedirs(os.path.dirname(directory), exist_ok=True)
+        return next_number(directory, _NUMBERED)
 
     @property
     def _project(self) -> str:
@@ -282,26 +253,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def _checkpoints(self) -> str:
         """The folder of the project's checkpoints."""
-        return os.path.join(self._project, _CHECKPOINTS)
+        return os.path.abspath(os.path.join(self._project, _CHECKPOINTS))
 
     def _latest(self) -> str:
         """Return the project's newest checkpoint."""
         if not self.project_configuration.automatic_checkpoint_naming:
             raise InvalidArgument("load_state() needs input_dir, or automatic_checkpoint_naming in the project")
-        checkpoints = oldest_first(self._checkpoints, _NUMBERED, STATE)
+        checkpoints = oldest_first(self._checkpoints, _NUMBERED)
         if not checkpoints:
             raise CheckpointNotFound(f"{self._checkpoints}: there is no checkpoint yet")
         return os.path.join(self._checkpoints, checkpoints[-1])
 
     def _settle(self) -> None:
-        """Wait until the unfinished checkpoint is visible, and surplus ones are removed. Raises its failure."""
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        project = self.project_configuration
-        limit = project.total_limit if project.automatic_checkpoint_naming else None
-        saving.wait(self._meet("checkpoint"), partial(saving.retire, _NUMBERED, STATE, limit))
-        self.wait_for_everyone()
+        """Wait until the unfinished checkpoint is visible. Raises its failure."""
+        if self._saves is not None:
+            self._saves.wait()
+
+    def _close(self) -> None:
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.close()
 
     def _meet(self, call: str) -> Agreement:
         met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, call)
@@ -329,18 +300,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _setting(self) -> dict[str, Any]:
         return {WORLD_SIZE: self.num_processes, "precision": self.mixed_precision}
 
+    def _counts(self) -> dict[str, Any]:
+        return {"number of models": len(self._models)}
+
     def _classes(self) -> dict[str, Any]:
         return {"optimizers": [type(optimizer.optimizer).__qualname__ for optimizer in self._optimizers]}
 
 
-def _tag(index: int) -> str:
-    """Return the tag of the model or the optimizer at this place."""
-    return f"{STATE}_{index}" if index else STATE
-
-
-def _verify(place: str, tags: Sequence[str]) -> None:
-    """Raise CorruptCheckpoint if a file of the tags differs from the saved one."""
-    for tag in tags:
-        problems = verify_checkpoint(place, tag).problems
-        if problems:
-            raise CorruptCheckpoint(f"{place}: {problems[0]}; nothing was loaded. Resume from another checkpoint")
+def _by_name(kind: str, objects: Sequence[Any]) -> Any:
+    """Return the only one of the objects, several by name, or None."""
+    if len(objects) < 2:
+        return next(iter(objects), None)
+    return {f"{kind}_{index}": one for index, one in enumerate(objects)}

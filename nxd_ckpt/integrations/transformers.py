@@ -5,8 +5,8 @@ Written for transformers 4.50 to 4.57; works with 5.23. One line changes::
     from nxd_ckpt.integrations.transformers import Trainer  # in place of transformers.Trainer
 
 A checkpoint is the directory ``checkpoint-500``, as ever: ``from_pretrained`` reads it, ``resume_from_checkpoint``
-resumes it, ``save_total_limit`` and the best model count. The optimizer and the scheduler are the tag
-``training_state`` in it, and ``digests.json`` has digests of all other files. All is written out of sight, and renamed
+resumes it, ``save_total_limit`` and the best model count. It is a tag of the output directory, with the optimizer and
+the scheduler, and Hugging Face's files are files of others that it was given. All is written out of sight, and renamed
 when it is complete.
 
 transformers 5 makes checkpoints of its own at SIGTERM (``enable_jit_checkpoint``): a directory ``checkpoint-N`` with a
@@ -16,54 +16,40 @@ sentinel in it, which it removes after the save. It never looks for one afterwar
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from signal import SIGTERM
 from typing import Any, ClassVar
 
 import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
-from nxd_ckpt.api import close_checkpointers, load_checkpoint, save_checkpoint
+from nxd_ckpt.api import load_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
-from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.worker_shield import kept
-from nxd_ckpt.core.option_classes import plain_options
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.sealed import (
-    SealedDirectory,
-    directory_of,
-    is_ours,
-    is_sealed,
-    oldest_first,
-    place_in,
-    require_one_writer,
-    verify_files,
-)
-from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
-from nxd_ckpt.save.options import SaveOptions
-from nxd_ckpt.save.pending import PendingSave
-
-STATE = "training_state"
-"""Tag in a checkpoint's directory."""
+from nxd_ckpt.integrations.trainer_tags import TrainerSaves, directory_of, oldest_first, require_one_writer, tag_of
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 
 SENTINEL = "checkpoint-is-incomplete.txt"
 
 _NUMBERED = r"checkpoint-(\d+)"
 
+_TRANSFORMERS = (
+    *("model*.safetensors*", "pytorch_model*", "optimizer*", "scaler.pt", "rng_state*.pth"),
+    *("trainer_state.json", "training_args.bin", "global_step*", SENTINEL),
+)
+"""Names of files in transformers' own checkpoints: none is left of one that is replaced."""
+
 
 def _make_way(directory: str) -> None:
-    """Remove transformers' directory for a checkpoint that is now written out of sight; never a checkpoint."""
-    if not os.path.isfile(sentinel := os.path.join(directory, SENTINEL)):
-        return
-    if os.listdir(directory) == [SENTINEL]:
-        os.remove(sentinel)
+    """Remove the empty directory of a checkpoint that is now written out of sight."""
+    if os.path.isdir(directory) and os.listdir(directory) == [SENTINEL]:
+        os.remove(os.path.join(directory, SENTINEL))
         os.rmdir(directory)
-    elif is_sealed(directory, STATE):
-        os.remove(sentinel)
 
 
 def _last_complete(run: str) -> str | None:
@@ -72,7 +58,7 @@ def _last_complete(run: str) -> str | None:
     Raises:
         CheckpointNotFound: all of them are interrupted.
     """
-    paths = [os.path.join(run, name) for name in oldest_first(run, _NUMBERED, STATE)]
+    paths = [os.path.join(run, name) for name in oldest_first(run, _NUMBERED)]
     complete = [path for path in paths if not _is_interrupted(path)]
     if paths and not complete:
         _refuse_interrupted(paths[-1])
@@ -90,11 +76,8 @@ def _refuse_interrupted(directory: str) -> None:
 
 def _is_interrupted(directory: str) -> bool:
     """Return whether the save was interrupted. A checkpoint of ours is complete, whatever other files are in it."""
-    return os.path.isfile(os.path.join(directory, SENTINEL)) and not is_sealed(directory, STATE)
-
-
-_RANDOM_STATE = "rng_state_{}.pth"
-"""File that each of several ranks writes, by its rank; all others are rank 0's."""
+    found = tag_of(directory)
+    return os.path.isfile(os.path.join(directory, SENTINEL)) and not (found is not None and found.is_complete)
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -114,17 +97,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     any_world_size: ClassVar[bool] = False
     """Resume also from another number of processes. Random states are then those of ranks that both have."""
 
-    files_added_later: ClassVar[Sequence[str]] = ()
-    """Glob patterns of files that callbacks add to a checkpoint after it was saved: a resume ignores them."""
-
-    _staging: SealedDirectory | None = None
-    """Directory to which transformers writes now."""
-    _has_written_own = False
-    """True if this rank wrote its random state there: a trainer that extends transformers' may write other files."""
-    _saving: SealedDirectory | None = None
-    """The checkpoint that is not known to be visible yet."""
-    _saved: SealedDirectory | None = None
-    """The last checkpoint."""
+    _saves: TrainerSaves | None = None
+    """Of the last directory that was saved to."""
+    _staged: str | None = None
+    """Directory to which transformers writes a checkpoint now."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for given in (*args, *kwargs.values()):
@@ -148,10 +124,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             _refuse_interrupted(resume_from_checkpoint)
         with kept(SIGTERM) if getattr(self.args, "enable_jit_checkpoint", False) else nullcontext():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
-        self._settle()
-        close_checkpointers()
-        if self._saved is not None and self.args.process_index == 0:
-            self._saved.end_run()
+        if self._saves is not None:
+            self._saves.close()
+            self._saves = None
         return output
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -160,115 +135,94 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "nxd_ckpt's Trainer saves with one process, data parallelism or FSDP2: set fsdp_version to 2 in "
                 "accelerate's configuration, or use transformers.Trainer"
             )
-        options = plain_options(self.checkpoint_options, SaveOptions, CheckpointerOptions)
+        saves, agreement = self._saves_to(self._get_output_dir(trial=trial)), self._meet()
         name = f"checkpoint-{self.state.global_step}"
-        run, agreement = self._get_output_dir(trial=trial), self._meet()
-        root, name, incomplete = decided_by_rank0(agreement, partial(place_in, run, name))
-        directory = SealedDirectory(root, name, options.get("durable", True), incomplete)
-        on_all(agreement, directory.refuse_a_file)  # transformers would write into a directory of that name
-        directory.begin_together(agreement)
-        if self.args.process_index == 0:
-            _make_way(directory.path)
-        self._staging, self._has_written_own = directory, False
+        final = os.path.join(saves.directory, name)
+        self._staged = staged = saves.begin(agreement, name)
         try:
+            if self.args.process_index == 0:
+                _make_way(final)
             super()._save_checkpoint(model, trial)
         finally:
-            self._staging = None
-        self._keep_best(directory)
-        own = self._own_file() if self._has_written_own else ""
-        self._record(directory, {own} - {""})
-        self.accelerator.wait_for_everyone()  # until all ranks' files are there
-        directory.complete(agreement, own)
-        with directory.publishing(self.args.process_index == 0) as saves:
-            saves.append(self._save_rest(directory))
-        self._saving = self._saved = directory
+            self._staged = None
+        if self.state.best_model_checkpoint == staged:  # from now on it is there
+            self.state.best_model_checkpoint = final
+            if self.args.should_save:
+                self.state.save_to_json(os.path.join(staged, TRAINER_STATE_NAME))
+        self._save_rest(saves, agreement)
         if not self.async_save or self.control.should_training_stop:
             self._settle()
 
-    def _own_file(self) -> str:
-        """Return the name of the file with this rank's random state."""
-        return "rng_state.pth" if self.args.world_size == 1 else _RANDOM_STATE.format(self.args.process_index)
+    def _saves_to(self, run: str) -> TrainerSaves:
+        """Return the saves to the directory of a run; of a search for hyperparameters, each trial has its own."""
+        run = os.path.abspath(run)
+        if self._saves is not None and self._saves.directory != run:
+            self._saves.close()
+            self._saves = None
+        if self._saves is None:
+            options = self.checkpoint_options
+            self._saves = TrainerSaves(self._meet(), run, options, _NUMBERED, _TRANSFORMERS, hidden=False)
+        return self._saves
 
-    def _record(self, directory: SealedDirectory, required: Iterable[str] = ()) -> None:
-        """Record the files written so far as complete."""
-        if self.args.process_index == 0:
-            directory.record(_RANDOM_STATE.format("[1-9]*"), required)
-
-    def _keep_best(self, directory: SealedDirectory) -> None:
-        """Name the best checkpoint by its final path, not by the path where it is written."""
-        if self.state.best_model_checkpoint == directory.staged:
-            self.state.best_model_checkpoint = directory.path
-            if self.args.should_save:
-                self.state.save_to_json(os.path.join(directory.staged, TRAINER_STATE_NAME))
-
-    def _save_rest(self, directory: SealedDirectory) -> PendingSave:
-        """Save everything that is not in Hugging Face's files."""
-        whole = not self.args.save_only_model
+    def _save_rest(self, saves: TrainerSaves, agreement: Agreement) -> None:
+        """Save everything that is not in Hugging Face's files, and these."""
+        whole, best = not self.args.save_only_model, self.state.best_model_checkpoint
         optimizer = _unwrapped(self.optimizer)
-        return save_checkpoint(
-            directory.tags,
-            STATE,
+        saves.save(
+            agreement,
             self.model if self.is_fsdp_enabled else None,
-            optimizer=optimizer if whole else None,
-            scheduler=self.lr_scheduler if whole else None,
-            user_content={"runs_with": {**self._setting(), "optimizer": type(optimizer).__qualname__}},
+            optimizer if whole else None,
+            self.lr_scheduler if whole else None,
+            {"runs_with": {**self._setting(), "optimizer": type(optimizer).__qualname__}},
             param_names=parameter_names(self.model, optimizer) if whole else None,
             async_save=self.async_save,
-            **self.checkpoint_options,
+            limit=self.args.save_total_limit,
+            best=os.path.basename(best) if best else None,
         )
 
     def _settle(self) -> None:
-        """Wait until the unfinished checkpoint is visible, and surplus ones are removed. Raises its failure."""
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        best = self.state.best_model_checkpoint
-        stay = [os.path.basename(best)] if best else []
-        saving.wait(self._meet(), partial(saving.retire, _NUMBERED, STATE, self.args.save_total_limit, stay))
-        self.accelerator.wait_for_everyone()
+        """Wait until the unfinished checkpoint is visible. Raises its failure."""
+        if self._saves is not None:
+            self._saves.wait()
 
     def _meet(self) -> Agreement:
         met = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint")
         return met or SingleProcessAgreement()
 
     def _get_output_dir(self, trial: Any) -> str:
-        if self._staging is None:
-            self._settle()  # the caller looks for checkpoints there
+        if self._staged is not None:
+            return os.path.dirname(self._staged)
+        self._settle()  # the caller looks for checkpoints there
         run: str = super()._get_output_dir(trial=trial)
-        return run if self._staging is None else os.path.dirname(self._staging.staged)
+        return run
 
     def _load_best_model(self) -> None:
         self._settle()
-        best = self.state.best_model_checkpoint
-        if self.is_fsdp_enabled and is_ours(best, STATE):
-            load_checkpoint(best, STATE, self.model)
+        best = tag_of(self.state.best_model_checkpoint)
+        if self.is_fsdp_enabled and best is not None:
+            load_checkpoint(best.directory, best.tag, self.model)
         else:
             super()._load_best_model()
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
-        """Do nothing: `_settle` removes surplus checkpoints, once the new one is complete."""
+        """Do nothing: the save removes surplus checkpoints, once the new one is complete."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save nothing: these are saved last. The model's files are complete now, and recorded."""
-        if self._staging is not None:
-            self._record(self._staging)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self._has_written_own = True
+        """Save nothing: these are saved last."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Check a checkpoint of ours, but load nothing yet.
 
         There may be no optimizer so far, and it may differ from the saved one.
         """
-        if not is_ours(resume_from_checkpoint, STATE):
+        found = tag_of(resume_from_checkpoint)
+        if found is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        tag = open_checkpoint(resume_from_checkpoint, STATE)
+        tag = open_checkpoint(found.directory, found.tag)
         runs_with = tag.user_content()["runs_with"]
         require_same_setting(resume_from_checkpoint, runs_with, self._setting(), self.any_world_size)
-        verify_files(resume_from_checkpoint, STATE, (SENTINEL, *self.files_added_later))
+        found.verify_files()
         if self.is_fsdp_enabled and not tag.parts.model:
             raise IncompatibleState(
                 f"{resume_from_checkpoint} was saved without FSDP: its model is only in Hugging Face's files, and "
@@ -277,19 +231,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load also the model of a checkpoint of ours, once nothing can be refused any more."""
-        if checkpoint is None or not is_ours(checkpoint, STATE):
+        found = tag_of(checkpoint) if checkpoint is not None else None
+        if checkpoint is None or found is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        tag = open_checkpoint(checkpoint, STATE)
+        tag = open_checkpoint(found.directory, found.tag)
         model = self.model if tag.parts.model else None
         if tag.parts.optimizer is not None:
             optimizer = _unwrapped(self.optimizer)
             own = {"optimizer": type(optimizer).__qualname__}
             require_same(checkpoint, tag.user_content()["runs_with"], own, OptimizerMismatch)
             names = parameter_names(self.model, optimizer)
-            load_checkpoint(checkpoint, STATE, model, optimizer, self.lr_scheduler, param_names=names)
+            load_checkpoint(found.directory, found.tag, model, optimizer, self.lr_scheduler, param_names=names)
         elif model is not None:  # save_only_model: transformers, too, continues without the rest
-            load_checkpoint(checkpoint, STATE, model)
+            load_checkpoint(found.directory, found.tag, model)
         if model is None:
             super()._load_from_checkpoint(checkpoint)
 

@@ -175,6 +175,7 @@ def _entries(opened: OpenTag) -> Iterator[tuple[str, FileEntry]]:
         at = opened.topology.coordinates_of(rank)
         yield from opened.index(at).files.items()
         yield names.index_file(at), line
+    yield from opened.manifest.guests.items()
     manifest = opened.storage.read(f"{opened.tag}/{names.MANIFEST}")
     yield names.MANIFEST, FileEntry(len(manifest), crc32.crc32(manifest))
 
@@ -257,7 +258,7 @@ class FileCopy:
             try:
                 self._copy(file, source, target)
             except (DigestMismatch, MalformedFile):
-                if names.is_own(file.name):
+                if file.entry is not None or names.is_own(file.name):
                     if not self._has_good_copy(file, source):
                         raise
                 else:  # somebody wrote to it meanwhile

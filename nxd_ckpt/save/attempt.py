@@ -295,7 +295,7 @@ class AttemptFiles:
         self.writer: FileWriter | None = None
         if attempt.plan is not None:
             storage, folder, files = attempt.session.storage, publication.folder, attempt.plan.files
-            self.writer = FileWriter(storage, folder, files, self._progress, attempt.threads, parent)
+            self.writer = FileWriter(storage, folder, files, self.progress, attempt.threads, parent)
         self._slot = ExitStack()
         self._moved: Callable[[], None] = lambda: None
         self._holds_slot = False
@@ -347,7 +347,7 @@ class AttemptFiles:
         if self.writer is not None and storage.renames and not storage.is_file(done):
             self.writer.discard()
 
-    def _progress(self, nbytes: int) -> None:
+    def progress(self, nbytes: int) -> None:
         """Show rank 0, and ranks that wait for the slot, that a slow write progresses."""
         self._moved()
         now, session = effects.monotonic(), self.attempt.session

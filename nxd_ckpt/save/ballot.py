@@ -31,6 +31,7 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.save.attempt import AttemptFiles, SaveAttempt, failure_of
+from nxd_ckpt.save.given_files import take
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.replicas import Own
 from nxd_ckpt.save.staging import Stager
@@ -67,6 +68,8 @@ class Ballot:
         self._rank = self._session.topology.rank
         self._votes = AttemptVotes(self._session.storage, self._number, self._session.news)
         self._index_now: RankIndex | None = None
+        self._guests: dict[str, FileEntry] = {}
+        """Files of others that the tag is given, on rank 0."""
         self._own = Own()
         """What was found to be this rank's own after it had voted."""
 
@@ -111,6 +114,9 @@ class Ballot:
                             return None, others
                         metadata = self._write_metadata(writer, others)
                 with attempt.timed("write_seconds"):
+                    if self._rank == 0 and attempt.request.options.files:
+                        folder, files = self._publication.folder, attempt.request.options.files
+                        self._guests = take(session.storage, folder, files, attempt.threads, self._files.progress)
                     at = session.topology.coordinates
                     index = writer.index(plan, at)
                     index = self._index_now = replace(index, files={**index.files, **metadata})
@@ -335,6 +341,7 @@ class Ballot:
             draining=request.draining,
             voted=voted,
             per_rank=per_rank,
+            guests=self._guests,
         )
 
     def _announce(self, verdict: Verdict) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nxd_ckpt.core.names import is_own, is_own_folder
 from nxd_ckpt.core.option_classes import Options, option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, Rule, recorded_metrics, rules_of
@@ -52,6 +53,9 @@ class SaveOptions(Options):
         ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``. ``num_kept_ckpts=k`` adds ``Last(k)``.""")
     metrics: GivenMetrics = option(None, """numbers by name, such as ``{"loss": 2.1}``, kept in the tag
         for the rule ``Best``. Rank 0's count.""")
+    files: Mapping[str, str] | None = option(None, """paths of others' files, such as a trainer's, by their names in
+        the tag, which gets them with their digests. Rank 0's count; they must not change while the save is under
+        way.""")
     max_bytes_per_second: Size | None = option(None, """maximum rate at which each rank digests and writes an
         async save, as a number or such as "200MB"; by default unlimited. Once somebody waits for the save, it has no
         effect.""")
@@ -84,6 +88,9 @@ class SaveOptions(Options):
                 f"max_bytes_per_second={rate} with timeout={timeout:g}: {size(CHUNK)} would "
                 f"take so long that a rank counts as lost; expected at least {math.ceil(2 * CHUNK / timeout)}"
             )
+        own = [name for name in self.files or () if is_own(name) or is_own_folder(name)]
+        if own:
+            raise InvalidArgument(f"files= has {own[0]!r}, a name of a checkpoint's own files: give it another name")
         if workers is not None and workers < 1 and not self.use_xser:
             raise InvalidArgument(f"num_workers must be None or at least 1, found {workers}")
         if self.avoid_saving_lower_precision_weights and self.weights_only:

@@ -54,7 +54,7 @@ class LocalStorage(BaseStorage):
         return other
 
     def path(self, key: str) -> Path:
-        return self.root / checked_key(key, self.url) if key else self.root
+        return Path(self._at(key))
 
     def _at(self, key: str) -> str:
         """Return the path as text: a save looks at more than a hundred, and a Path costs more than that."""

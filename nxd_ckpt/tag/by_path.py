@@ -115,6 +115,8 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
     info = find_tag(storage, key) if key else None
     if info is not None and info.complete:
         return ByPath(key, (Writer.NXD_CKPT if info.ours else Writer.NXD).value)
+    if info is not None and info.ours:  # whatever files of others are in it
+        return None
     try:
         what = recognise(storage, key)
         if what.writer in _TAGS:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.control_files import pinned
+from nxd_ckpt.coordination.guests import given_to
 from nxd_ckpt.core import names
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
@@ -240,7 +241,9 @@ def _listing(
 
 def _guests(storage: Storage, tag: str) -> list[str]:
     entries = storage.list(tag) if tag != NO_TAG else []
-    return [name for name, is_dir in entries if not (names.is_own_folder(name) if is_dir else names.is_own(name))]
+    guests = [name for name, is_dir in entries if not (names.is_own_folder(name) if is_dir else names.is_own(name))]
+    given = {file.partition("/")[0] for file in given_to(storage, tag)} if guests else ()
+    return [name for name in guests if name not in given]
 
 
 def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
@@ -349,8 +352,8 @@ def _sizes(opened: OpenTag) -> dict[str, int | None]:
 def _nbytes(storage: Storage, tag: str, manifest: Manifest | None) -> int:
     """Return bytes of a tag's files, without markers. Our manifest records them, which saves a request per file."""
     if manifest is not None and "bytes" in manifest.timings:
-        indexes = sum(line.nbytes for line in manifest.ranks)
-        return int(manifest.timings["bytes"]) + indexes + storage.size(f"{tag}/{names.MANIFEST}")
+        others = sum(line.nbytes for line in (*manifest.ranks, *manifest.guests.values()))
+        return int(manifest.timings["bytes"]) + others + storage.size(f"{tag}/{names.MANIFEST}")
     files, total = TagFiles(storage, tag), 0
     for file in files_of(files):
         with suppress(FileNotFoundError):  # it is being saved over, or removed

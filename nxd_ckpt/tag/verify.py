@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.known_damage import is_noted, known_damage, note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.order import FOREIGN_MARK, mark_of
-from nxd_ckpt.tag.seal import DIGESTS, read_seal, seal_problems
+from nxd_ckpt.tag.seal import DIGESTS, read_seal
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 
@@ -66,8 +67,8 @@ class Verification:
 
     ``nbytes`` counts all bytes that were read: ``verified`` of them match a recorded digest, and ``undigested`` are
     contents (records of zip files, other files) without one. The rest lies around records, or in damaged files.
-    ``ours``: the tag was compared with its indexes. ``guests`` are files of others beside ours, which carry no digest
-    and were not read.
+    ``ours``: the tag was compared with its indexes. ``guests`` are files of others beside ours that the save was not
+    given: they carry no digest, and were not read.
     """
 
     tag: str
@@ -140,34 +141,16 @@ def _verified(opened: OpenTag, progress: bool) -> Verification:
 
 
 def _problems_of_seal(opened: OpenTag) -> Iterator[str]:
-    """Yield problems of a tag beside another library's files, which a seal lists.
-
-    Files that are gone, changed, or added.
-    """
+    """Yield problems of a tag beside a trainer's files, which a seal lists: files that are gone or changed."""
     storage = opened.storage
     if opened.manifest is None or not storage.is_file(DIGESTS):
         return
     try:
-        if f"{opened.tag}/{names.MANIFEST}" not in read_seal(storage):
-            return  # another program's file of that name, or a seal of an older version, or of other tags
-        yield from map(str, seal_problems(storage, opened.tag))
-        for file in sorted(_files_and_sizes(opened)[0]):
-            yield f"{opened.where}/{file} was not saved: no index lists it. It was added since; move it elsewhere"
+        seal = read_seal(storage)
+        if f"{opened.tag}/{names.MANIFEST}" in seal:  # else another program's file of that name
+            yield from map(str, problems_of(storage, "", seal))
     except CheckpointError as error:
         yield str(error)
-
-
-def require_all_files(storage: Storage, tag: str) -> None:
-    """Compare the names and sizes of a tag's files with its indexes; no contents are read.
-
-    Raises:
-        CorruptCheckpoint, PartNotFound: a file is missing, has another size, or was added.
-    """
-    opened = open_complete_tag(storage, tag)
-    added, sizes = _files_and_sizes(opened)
-    for file in sorted(added):
-        raise CorruptCheckpoint(f"{opened.where}/{file} is not of this save: no index lists it")
-    _require_sizes(opened, sizes)
 
 
 def _require_sizes(opened: OpenTag, sizes: Mapping[str, int]) -> None:
@@ -208,34 +191,10 @@ def lost_names(storage: Storage, tag: str) -> str | None:
     """
     needed = list(_names_of(_open(storage, tag)))
     files = TagFiles(storage, tag)
-    folders = (names.INDEX_DIR, names.MODEL_DIR, names.OPTIMIZER_DIR)
-    listed = {f"{folder}/{name}" for folder in folders for name in files.names(folder)}
-    lost = [file for file in needed if file not in listed]
+    lost = [file for file in needed if not files.has(file)]
     if lost:
         return f"{files.directory} lost {first_of(lost)}"
     return known_damage(storage, Identity(storage, tag)) if is_noted(storage, tag) else None
-
-
-def sealed_loss(storage: Storage) -> str | None:
-    """Describe a file that a directory has lost, or that has another size than its seal says; None if there is none.
-
-    It reads the seal and the manifests of tags. A directory without a seal may be whole.
-    """
-    if not storage.is_file(DIGESTS):
-        return None
-    try:
-        for name, expected in read_seal(storage).items():
-            size = storage.size(name)
-            if not isinstance(expected, list) or expected[:1] != [size]:
-                return f"{storage.url}/{name} has {size} bytes, and {DIGESTS} says {expected}"
-            folder, _, file = name.rpartition("/")
-            if folder and file == names.MANIFEST and (lost := lost_names(storage, folder)) is not None:
-                return lost
-    except FileNotFoundError as error:
-        return f"{error.filename} was saved, and is gone"
-    except CorruptCheckpoint as error:
-        return str(error)
-    return None
 
 
 @_in_a_sentence
@@ -246,7 +205,7 @@ def lost_files(storage: Storage, tag: str) -> str | None:
     """
     opened = _open(storage, tag)
     if opened.manifest is not None:
-        _require_sizes(opened, _files_and_sizes(opened)[1])
+        _require_sizes(opened, _sizes(opened))
     elif lost := _lost_files(opened, ()):
         return lost[0]
     return known_damage(opened.storage, opened.identity)
@@ -283,6 +242,7 @@ def _names_of(opened: OpenTag) -> Iterator[str]:
     writers = [at for at in every if at.dp_rank < topology.ep]  # see Topology.writer_of
     if manifest is not None:
         yield from map(names.index_file, every)
+        yield from manifest.guests
     if manifest is not None and manifest.leaders is not None:
         there = {names.MODEL_DIR: parts.model, names.OPTIMIZER_DIR: parts.optimizer}
         for folder in (folder for folder, has_part in there.items() if has_part):
@@ -297,16 +257,12 @@ def _names_of(opened: OpenTag) -> Iterator[str]:
         yield from (names.optimizer_file(topology, at, parts.optimizer) for at in holders)
 
 
-def _files_and_sizes(opened: OpenTag) -> tuple[set[str], dict[str, int]]:
-    """Return the files of our tag that no index lists, except hidden ones; and the size of each listed file."""
+def _sizes(opened: OpenTag) -> dict[str, int]:
+    """Return the size of each file of our tag."""
     ranks = map(opened.topology.coordinates_of, range(opened.topology.world_size))
-    sizes = {file: entry.nbytes for at in ranks for file, entry in opened.index(at).files.items()}
-    added = set[str]()
-    for file in files_of(TagFiles(opened.storage, opened.tag)):
-        folder, name = file.partition("/")[0], file.rpartition("/")[2]
-        if file not in sizes and file != names.MANIFEST and folder != names.INDEX_DIR and not name.startswith("."):
-            added.add(file)
-    return added, sizes
+    files = {file: entry for at in ranks for file, entry in opened.index(at).files.items()}
+    given = {} if opened.manifest is None else opened.manifest.guests
+    return {file: entry.nbytes for file, entry in {**files, **given}.items()}
 
 
 def files_of(files: TagFiles) -> Iterator[str]:
@@ -367,8 +323,18 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
             except CheckpointError as error:
                 problems.append(str(error))
     nbytes -= sum(entry.nbytes for entry in missing)
-    guests = tuple(guests_in(TagFiles(opened.storage, opened.tag)))
+    listed = {file for file, _, _ in entries}
+    guests = tuple(file for file in guests_in(TagFiles(opened.storage, opened.tag)) if file not in listed)
     return Verification(opened.tag, len(entries) - len(missing), nbytes, tuple(problems), verified, guests=guests)
+
+
+def problems_of(storage: Storage, folder: str, files: Mapping[str, FileEntry]) -> Iterator[CheckpointError]:
+    """Read files in ``folder``; yield a problem for each that is gone or changed."""
+    for file, entry in files.items():
+        try:
+            verify_file(storage, posixpath.join(folder, file), entry, _memory(entry.nbytes), Counter())
+        except CheckpointError as error:
+            yield error
 
 
 def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEntry, Sequence[TensorEntry]]]:
@@ -382,6 +348,8 @@ def _entries(opened: OpenTag, problems: list[str]) -> Iterator[tuple[str, FileEn
             problems.append(str(error))
             continue
         yield from ((file, entry, index.tensors) for file, entry in index.files.items())
+    if opened.manifest is not None:
+        yield from ((file, entry, ()) for file, entry in opened.manifest.guests.items())
     yield from ((marker, _marker(opened, marker), ()) for marker in _MARKERS)
 
 

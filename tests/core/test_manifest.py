@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import (
+    FileEntry,
     Manifest,
     RankIndex,
     dump_index,
@@ -37,8 +38,11 @@ def test_an_index_is_read_back(index: RankIndex) -> None:
 
 @pytest.mark.parametrize(
     "manifest",
-    [MANIFEST, MESH_MANIFEST, replace(MANIFEST, metrics=METRICS), replace(MESH_MANIFEST, metrics=METRICS)],
-    ids=["plain", "mesh", "metrics", "mesh with metrics"],
+    [
+        *(MANIFEST, MESH_MANIFEST, replace(MANIFEST, metrics=METRICS), replace(MESH_MANIFEST, metrics=METRICS)),
+        replace(MANIFEST, metrics=METRICS, per_rank=("model/a",), guests={"sub/config.json": FileEntry(2, 7)}),
+    ],
+    ids=["plain", "mesh", "metrics", "mesh with metrics", "guests"],
 )
 def test_a_manifest_is_read_back(manifest: Manifest) -> None:
     """Every field: the map of a cluster whose ranks are in an order of their own, and the leaders of a mesh job."""

@@ -30,7 +30,7 @@ from nxd_ckpt.formats.tensors import StorageSpan
 from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import unpickle
-from nxd_ckpt.integrations.sealed import SealedDirectory, verify_files
+from nxd_ckpt.integrations.trainer_tags import TrainerTag
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive.storage import find_members
 from nxd_ckpt.tag.directory import clash, is_checkpoint_of_ours_or_nxd, list_tags
@@ -217,8 +217,7 @@ def _digests(data: bytes) -> None:
     directory.mkdir(exist_ok=True)
     for name, content in (valid.SEALED, (DIGESTS, data)):
         (directory / name).write_bytes(content)
-    SealedDirectory(_SCRATCH.name, directory.name).refuse_to_replace(["*.bin"])
-    verify_files(str(directory), "training_state")
+    TrainerTag(str(directory), "training_state", is_sealed=True).verify_files()
 
 
 @cache

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from examples.train_accelerate import main
-from nxd_ckpt import checkpoint_statistics, effects, open_checkpoint
+from nxd_ckpt import effects, open_checkpoint
 from nxd_ckpt.errors import (
     CorruptCheckpoint,
-    DigestMismatch,
     IncompatibleState,
     InvalidArgument,
     KeyMismatch,
+    MalformedFile,
     OptimizerMismatch,
     ShapeMismatch,
 )
@@ -56,13 +56,16 @@ def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path, whole: list[fl
     assert ["checkpoint_2", "checkpoint_3"] == names(tmp_path)
 
 
-def test_a_checkpoint_is_a_tag_beside_accelerates_files(tmp_path: Path) -> None:
-    """With names; no pickled optimizer is left."""
+def test_a_checkpoint_is_a_tag_with_accelerates_files(tmp_path: Path) -> None:
+    """With names, and digests of these files; no pickled optimizer is left. Other files may be added."""
     Job(tmp_path).run(1)
     place = tmp_path / "checkpoints" / "checkpoint_0"
     assert {"model/0.weight", "optim/0.weight/exp_avg"} <= open_checkpoint(place).metadata.keys()
-    expected = ["digests.json", "random_states_0.pkl", "scheduler.bin", "training_state"]
-    assert expected == sorted(path.name for path in place.iterdir())
+    assert {"random_states_0.pkl", "scheduler.bin"} < {path.name for path in place.iterdir()}
+    assert not (place / "optimizer.bin").exists()
+    (place / "metrics.json").write_text("{}")
+    assert (("metrics.json",), ()) == ((found := verify_checkpoint(place)).guests, found.problems)
+    assert 2 > Job(tmp_path).resume()
 
 
 def test_hooks_are_called(tmp_path: Path) -> None:
@@ -81,14 +84,14 @@ def test_hooks_are_called(tmp_path: Path) -> None:
     assert (Path(place) / "mine.txt").is_file()
 
 
-def test_several_models_are_several_tags(tmp_path: Path) -> None:
-    """Each with its optimizer. All of them are loaded, or the job is refused that prepared fewer."""
+def test_several_models_are_one_tag(tmp_path: Path) -> None:
+    """By name. All of them are loaded, or the job is refused that prepared fewer."""
     job = Job(tmp_path)
     job.accelerator.prepare(torch.nn.Linear(2, 2))
     place = job.accelerator.save_state()
     job.accelerator.load_state()
-    assert {"model/weight", "model/bias"} == open_checkpoint(place, "training_state_1").metadata.keys()
-    with pytest.raises(IncompatibleState, match="more models than the 1 that were prepared"):
+    assert {"model/model_0.0.weight", "model/model_1.weight"} < open_checkpoint(place).metadata.keys()
+    with pytest.raises(IncompatibleState, match="with number of models 2, and this run has 1"):
         Job(tmp_path).accelerator.load_state(place)
 
 
@@ -171,12 +174,12 @@ def test_damage_to_any_model_leaves_all_as_they_were(tmp_path: Path) -> None:
     job.accelerator.prepare(torch.nn.Linear(2, 2))
     place = job.accelerator.save_state()
     job.accelerator.end_training()
-    (file,) = Path(place, "training_state_1", "model").glob("*.pt")
+    (file,) = Path(place, "model").glob("*.pt")
     weight = next(job.accelerator._models[1].parameters()).detach()
     file.write_bytes(file.read_bytes().replace(weight.numpy().tobytes(), bytes(weight.nbytes)))
     with torch.no_grad():
         before = [parameter.fill_(7.0).tolist() for parameter in job.model.parameters()]
-    with pytest.raises(CorruptCheckpoint, match=r"training_state_1.*nothing was loaded"):
+    with pytest.raises(CorruptCheckpoint, match=r"model_1\.weight"):
         job.accelerator.load_state(place)
     assert before == [parameter.tolist() for parameter in job.model.parameters()]
 
@@ -265,43 +268,38 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     Job(tmp_path).run(1)
     job = Job(tmp_path)
     (tmp_path / "checkpoints" / "checkpoint_0" / "scheduler.bin").write_bytes(b"x")
-    with pytest.raises(DigestMismatch, match=r"scheduler\.bin"):
+    with pytest.raises(MalformedFile, match=r"scheduler\.bin has 1 bytes, expected"):
         job.resume()
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    """A checkpoint is, also one of accelerate's, or one whose statistics are kept; no directory that holds other files.
-    """
+def test_what_has_the_name_of_a_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint of accelerate's is replaced, and nothing of it is left; other files stay, and a file is refused."""
     job = Job(tmp_path)
     job.accelerator.project_configuration.automatic_checkpoint_naming = False
     place = tmp_path / "outputs"
     accelerate.Accelerator.save_state(job.accelerator, str(place))
+    (place / "log.txt").write_text("mine")
     for _ in range(2):
         job.accelerator.save_state(str(place))
-    job.accelerator.end_training()
-    checkpoint_statistics(open_checkpoint(str(place), "training_state"))
-    assert (place / ".nxd_ckpt").is_dir()
-    job.accelerator.save_state(str(place))
-    job.accelerator.end_training()
-    assert not (place / ".nxd_ckpt").exists()
-    (place / "log.txt").write_text("mine")
-    with pytest.raises(InvalidArgument, match=r"outputs has log\.txt, which no checkpoint has"):
-        job.accelerator.save_state(str(place))
+        job.accelerator.load_state(str(place))
+        assert not {"model.safetensors", "optimizer.bin"} & {path.name for path in place.iterdir()}
+        assert "mine" == (place / "log.txt").read_text()
+    (tmp_path / "log.txt").write_text("mine")
     with pytest.raises(InvalidArgument, match=r"log\.txt is a file"):
-        job.accelerator.save_state(str(place / "log.txt"))
-    assert "mine" == (place / "log.txt").read_text()
+        job.accelerator.save_state(str(tmp_path / "log.txt"))
+    assert "mine" == (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "s3:/bucket/run", "gs://bucket/run"])
 def test_a_url_is_refused_at_once(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the project's directory, as one to save to, before a directory of that name is made, and to load from."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgument, match=r"is a URL.*copy complete checkpoints to the store"):
+    with pytest.raises(InvalidArgument, match=r"is a URL.*copies them to the store"):
         Job(url)
     job = Job(tmp_path)
     job.accelerator.project_configuration.automatic_checkpoint_naming = False
     for call in (job.accelerator.save_state, job.accelerator.load_state):
-        with pytest.raises(InvalidArgument, match=r"is a URL.*copy one back to resume from it"):
+        with pytest.raises(InvalidArgument, match=r"is a URL.*copies one back to resume from it"):
             call(url)
     job.accelerator.project_configuration.automatic_checkpoint_naming = True
     job.accelerator.project_configuration.set_directories(url)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -11,26 +10,24 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Event, current_thread, main_thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from examples.train_transformers import main
-from nxd_ckpt import open_checkpoint
+from nxd_ckpt import list_checkpoints, open_checkpoint
+from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.errors import (
     CheckpointError,
-    CorruptCheckpoint,
     DigestMismatch,
     IncompatibleState,
     InvalidArgument,
-    MalformedFile,
     OptimizerMismatch,
-    PartLost,
+    PartNotFound,
     SaveFailed,
 )
-from nxd_ckpt.integrations import sealed
 from nxd_ckpt.integrations.transformers import Trainer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -65,33 +62,28 @@ def test_a_resumed_run_is_the_same_run(saved: Path, tmp_path: Path, whole: Any) 
 
 
 def test_a_checkpoint_is_hugging_faces_and_a_tag(whole: Any) -> None:
-    """``from_pretrained`` reads each; the optimizer's state has the names of the parameters; nothing else is left."""
+    """``from_pretrained`` reads each; the optimizer's state has the names of the parameters; all carries digests."""
     directory = Path(whole.args.output_dir)
     model = Tiny.from_pretrained(directory / "checkpoint-4")
     assert weights(whole) == [parameter.flatten().tolist() for parameter in model.parameters()]
     assert "optim/net.0.weight/exp_avg" in open_checkpoint(directory / "checkpoint-4").metadata
+    assert names(directory) == [tag.tag for tag in list_checkpoints(directory)]
     for name in names(directory):
-        assert not verify_checkpoint(directory / name).problems
+        assert ((), ()) == ((found := verify_checkpoint(directory / name)).problems, found.guests)
     assert not (directory / "checkpoint-4" / "optimizer.pt").exists()
-
-
-class Measuring(Background):
-    """With metrics of callbacks in its checkpoints."""
-
-    files_added_later: ClassVar[Any] = ("metrics/*",)
 
 
 @pytest.fixture
 def adding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Callbacks that write a file of some name into each checkpoint as soon as transformers says that it was saved. The
     first checkpoint is not visible by then; the last one is."""
-    written, publish = Event(), sealed.SealedDirectory._publish
+    written, publish = Event(), Staged.publish
 
-    def late(directory: Any, digests: Any) -> None:
-        assert directory.path.endswith("-4") or written.wait(600)
-        publish(directory, digests)
+    def late(publication: Staged, *args: Any) -> None:
+        assert publication.tag == "checkpoint-4" or written.wait(60)
+        publish(publication, *args)
 
-    monkeypatch.setattr(sealed.SealedDirectory, "_publish", late)
+    monkeypatch.setattr(Staged, "publish", late)
 
     class Adding(transformers.TrainerCallback):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
@@ -106,27 +98,23 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return Adding
 
 
-def test_what_a_callback_adds_before_a_checkpoint_is_visible_stays(
-    tmp_path: Path, whole: Any, adding: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+def test_what_a_callback_adds_to_a_checkpoint_stays(
+    tmp_path: Path, whole: Any, adding: Callable[[str], Any]
 ) -> None:
-    """As what is added later; it is named."""
-    trained(tmp_path, kind=Measuring, callbacks=[adding("metrics/of.json")])
+    """Before it is visible, and later. It has no digest, and a resume does not mind it."""
+    trained(tmp_path, kind=Background, callbacks=[adding("metrics/of.json")])
     for step in (2, 4):
         assert f"of step {step}" == (tmp_path / f"checkpoint-{step}" / "metrics/of.json").read_text()
-    assert f"{tmp_path}/checkpoint-2: metrics/of.json was written there before" in caplog.text
-    resumed = trained(tmp_path, kind=Measuring, resume=str(tmp_path / "checkpoint-2"), seed=2)
+        assert ("metrics/of.json",) == verify_checkpoint(tmp_path / f"checkpoint-{step}").guests
+    resumed = trained(tmp_path, kind=Background, resume=str(tmp_path / "checkpoint-2"), seed=2)
     assert weights(whole) == weights(resumed)
-    with pytest.raises(CorruptCheckpoint, match=r"metrics/of\.json was not saved"):
-        trained(tmp_path, resume=str(tmp_path / "checkpoint-2"))
 
 
-def test_a_callback_that_writes_a_file_of_the_checkpoint_is_refused(
-    tmp_path: Path, adding: Callable[[str], Any]
-) -> None:
-    """By its name; what it wrote is left alone."""
-    with pytest.raises(SaveFailed, match=r"checkpoint-2/config\.json was written there while"):
-        trained(tmp_path, kind=Background, callbacks=[adding("config.json")])
-    assert ["config.json"] == [path.name for path in (tmp_path / "checkpoint-2").iterdir()]
+def test_a_file_of_the_checkpoint_is_the_trainers(tmp_path: Path, adding: Callable[[str], Any]) -> None:
+    """Whatever a callback wrote under its name before."""
+    trained(tmp_path, kind=Background, callbacks=[adding("config.json")])
+    assert not verify_checkpoint(tmp_path / "checkpoint-2").problems
+    assert "tiny" in (tmp_path / "checkpoint-2/config.json").read_text()
 
 
 @pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.soak), 2])
@@ -143,12 +131,13 @@ def test_the_same_checkpoints_stay_as_without_it(limit: int, tmp_path: Path) -> 
 
 
 def test_a_run_of_transformers_own_checkpoints_goes_on(tmp_path: Path, whole: Any) -> None:
-    """With those that follow as ours."""
-    trained(tmp_path, kind=transformers.Trainer, max_steps=4, save_steps=2)
-    shutil.rmtree(tmp_path / "checkpoint-4")
-    resumed = trained(tmp_path, resume=True, seed=2)
+    """With those that follow as ours, also in place of its own. The limit counts all."""
+    trained(tmp_path, kind=transformers.Trainer, max_steps=4, save_steps=1)
+    resumed = trained(tmp_path, resume=str(tmp_path / "checkpoint-3"), seed=2, save_total_limit=2)
     assert weights(whole) == weights(resumed)
-    assert sealed.is_sealed(str(tmp_path / "checkpoint-4"), "training_state")
+    assert ["checkpoint-3", "checkpoint-4"] == names(tmp_path)
+    assert ["checkpoint-4"] == [tag.tag for tag in list_checkpoints(tmp_path) if tag.complete]
+    assert ((), ()) == ((found := verify_checkpoint(tmp_path / "checkpoint-4")).problems, found.guests)
 
 
 def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
@@ -207,39 +196,16 @@ def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
         trained(tmp_path, resume=str(saved))
     (saved / "rng_state.pth").unlink()
     weights_file.unlink()
-    with pytest.raises(PartLost, match=r"model\.safetensors"):
-        trained(tmp_path, resume=str(saved))
-    for text in (b"[", b"[]", b"\xff"):
-        (saved / "digests.json").write_bytes(text)
-        with pytest.raises(MalformedFile, match=r"digests\.json"):
-            trained(tmp_path, resume=str(saved))
-    (saved / "digests.json").unlink()
-    with pytest.raises(PartLost, match=r"digests\.json"):
+    with pytest.raises(PartNotFound, match=r"rng_state\.pth is missing|model\.safetensors is missing"):
         trained(tmp_path, resume=str(saved))
 
 
 @pytest.mark.parametrize("lost", ["done", "manifest.json"])
 def test_a_tag_that_was_copied_in_part_is_refused(lost: str, saved: Path, tmp_path: Path) -> None:
-    """The run does not begin with a new optimizer. Without the tag it does: then that was meant."""
-    (saved / "training_state" / lost).unlink()
-    with pytest.raises(CheckpointError, match=f"training_state.*{lost}"):
+    """The run does not begin with a new optimizer."""
+    (saved / lost).unlink()
+    with pytest.raises(CheckpointError, match=f"checkpoint-2.*{lost}"):
         trained(tmp_path, resume=str(saved))
-    shutil.rmtree(saved / "training_state")
-    assert 4 in losses(trained(tmp_path, resume=str(saved)))
-
-
-def test_a_tag_of_another_step_is_refused(saved: Path, tmp_path: Path) -> None:
-    """One that is complete, put there by hand. A directory that was sealed before manifests were digested opens."""
-    trained(tmp_path, kind=Quick, max_steps=4)
-    seal, other = saved / "digests.json", tmp_path / "checkpoint-4" / "training_state"
-    shutil.rmtree(saved / "training_state")
-    shutil.copytree(other, saved / "training_state")
-    with pytest.raises(DigestMismatch, match="training_state is of another save than the files beside it"):
-        trained(tmp_path, resume=str(saved))
-    digests = json.loads(seal.read_text())
-    del digests["training_state/manifest.json"]
-    seal.write_text(json.dumps(digests))
-    trained(tmp_path, resume=str(saved))
 
 
 class OwnFiles(transformers.Trainer):  # type: ignore[misc]
@@ -263,9 +229,10 @@ def test_a_trainer_that_writes_its_own_files(asynchronous: bool, tmp_path: Path,
 
     trained(tmp_path, kind=Mine, save_steps=1)
     found = sorted(path.name for path in (tmp_path / "checkpoint-3").iterdir())
-    assert ["adapter.bin", "digests.json", "training_state"] == found
+    assert "adapter.bin" in found
+    assert not {"model.safetensors", "trainer_state.json"} & {*found}
     for name in names(tmp_path):
-        sealed.verify_files(str(tmp_path / name), "training_state")
+        assert ((), ()) == ((seen := verify_checkpoint(tmp_path / name)).problems, seen.guests)
     resumed = trained(tmp_path / "again", resume=str(tmp_path / "checkpoint-2"), seed=2)
     assert weights(whole) == weights(resumed)
 
@@ -286,10 +253,10 @@ def test_a_url_is_refused_at_once(url: str, tmp_path: Path, monkeypatch: pytest.
     arguments = transformers.TrainingArguments("run", use_cpu=True, report_to=[])
     arguments.output_dir = url
     for positional, named in [([arguments], {}), ([], {"args": arguments})]:
-        with pytest.raises(InvalidArgument, match=r"is a URL.*copy complete checkpoints to the store"):
+        with pytest.raises(InvalidArgument, match=r"is a URL.*copies them to the store"):
             Quick(Tiny(TinyConfig()), *positional, **named)
     assert before == sorted(tmp_path.rglob("*"))
-    with pytest.raises(InvalidArgument, match="copy one back to resume from it"):
+    with pytest.raises(InvalidArgument, match="copies one back to resume from it"):
         trained(tmp_path, resume=url)
 
 
@@ -311,7 +278,9 @@ def test_the_training_thread_syncs_no_file(kind: Any, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", noted)
     trained(tmp_path, kind=kind, max_steps=2)
-    files = {path.name for path in (tmp_path / "checkpoint-2").iterdir() if path.is_file()} - {"digests.json"}
+    manifest = open_checkpoint(tmp_path / "checkpoint-2").manifest
+    assert manifest is not None
+    files = {*manifest.guests}
     assert {"model.safetensors", "trainer_state.json"} <= files
     assert (files if kind is Trainer else set()) == {name for name, _ in synced if name in files}
     assert not any(on_main for name, on_main in synced if name in files)
@@ -368,7 +337,7 @@ def test_a_killed_run_goes_on_as_the_same_run(moment: float, operations: int, tm
     goes_on(tmp_path, int(operations * moment), whole)
     assert ["checkpoint-3", "checkpoint-4"] == names(tmp_path)
     assert ["checkpoint-3", "checkpoint-4"] == sorted(path.name for path in tmp_path.iterdir())
-    assert not tmp_path.with_name(f".{tmp_path.name}.incomplete").exists()
+    assert not tmp_path.with_name(f".{tmp_path.name}.nxd_ckpt").exists()
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
@@ -379,17 +348,19 @@ def test_a_kill_in_the_first_save_leaves_an_empty_directory(part: float, operati
     assert [] == [*tmp_path.iterdir()]
     trained(tmp_path, save_steps=2)
     assert ["checkpoint-2", "checkpoint-4"] == sorted(path.name for path in tmp_path.iterdir())
-    assert not tmp_path.with_name(f".{tmp_path.name}.incomplete").exists()
+    assert not tmp_path.with_name(f".{tmp_path.name}.nxd_ckpt").exists()
 
 
-def test_a_directory_that_is_not_empty_is_written_in(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_empty_is_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is a mount, or a link: what is beside those may be on another disk."""
+    monkeypatch.setattr(LocalStorage, "drop_empty", lambda storage, key: None)  # what a job leaves is seen then
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     (tmp_path / "empty").mkdir()
     for place in (tmp_path, tmp_path / "link"):
         trained(place, max_steps=2)
-        assert (place / ".incomplete" / "tags").is_dir()
+        assert (place / ".nxd_ckpt").is_dir()
+        assert not place.with_name(f".{place.name}.nxd_ckpt").exists()
 
 
 @pytest.mark.soak

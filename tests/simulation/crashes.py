@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from nxd_ckpt.coordination.paths import PROBES, RUNS, VOTES
 from tests.simulation.job import Job, among
-from tests.simulation.stage import DiskStage, leases_of_its_own
+from tests.simulation.stage import DiskStage
 from tests.simulation.world import EPOCH, Disk, Killed, Process, Remains, Seen, World, crash_states, inhabited
 
 LATER = 1000.0
@@ -70,7 +70,7 @@ class Recording(DiskStage):
         self._calls: int | None = None
 
     def go(self) -> None:
-        with self.installed(), leases_of_its_own(), inhabited(self.world), among(self.jobs, self.world):
+        with self.installed(), inhabited(self.world), among(self.jobs, self.world):
             self._work.prepare(self)
             self._calls = 0
             self._work.run(self)
@@ -133,5 +133,5 @@ def _look_at(work: Work, remains: Remains, jobs: Sequence[Job], *, local: bool) 
     world.now = LATER
     stage = DiskStage(world, remains.disk(lambda: EPOCH + world.now), swaps=work.swaps, local=local)
     stage.jobs.extend(replace(job, world=world) for job in jobs)
-    with stage.installed(), leases_of_its_own(), inhabited(world), among(stage.jobs, world):
+    with stage.installed(), inhabited(world), among(stage.jobs, world):
         work.look_at(stage)

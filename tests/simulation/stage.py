@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-import pytest
-
 from nxd_ckpt import Tier
-from nxd_ckpt.coordination.output_lease import HeldLeases
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import settled_tags
@@ -27,14 +24,6 @@ SECOND = 1e-4
 Before = Callable[[Process, str, str], None]
 """Called with a process, its call ("look" for one that changes nothing), and the path, before it happens; what it
 raises is what the call raises."""
-
-
-@contextmanager
-def leases_of_its_own() -> Iterator[None]:
-    """Within, no lease is held that an earlier world left: their paths are the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nxd_ckpt.integrations.sealed._leases", HeldLeases())
-        yield
 
 
 class Stage(ABC):

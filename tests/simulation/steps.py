@@ -9,7 +9,7 @@ from typing import Protocol
 
 from nxd_ckpt.errors import DirectoryInUse
 from tests.simulation.job import Job, Save, among, run_to_end
-from tests.simulation.stage import DiskStage, leases_of_its_own
+from tests.simulation.stage import DiskStage
 from tests.simulation.world import EPOCH, Disk, Killed, Process, World, inhabited
 from tests.simulation.world.threads import Event
 
@@ -60,7 +60,7 @@ class Step(DiskStage):
     def go(self) -> None:
         """Raises AssertionError where a promise is broken."""
         scene, world = self._scene, self.world
-        with self.installed(), leases_of_its_own(), inhabited(world), among(self.jobs, world):
+        with self.installed(), inhabited(world), among(self.jobs, world):
             for save in scene.before:
                 job, work = scene.job(self, "one", [save])
                 run_to_end(world, [world.spawn(job.processes[0], work)])

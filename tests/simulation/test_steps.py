@@ -1,4 +1,4 @@
-"""Sealed directories and drains: kills, errors and other jobs at every step, and every state that a crash leaves."""
+"""Tags with trainers' files, and drains: kills, errors and other jobs at every step, and states that crashes leave."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from tests.simulation.crashes import Recording, enumerated
 from tests.simulation.drains import DRAINS
-from tests.simulation.sealed import TRAINERS, Trainer, visible
-from tests.simulation.steps import EVENTS, Scene, Step, all_steps
+from tests.simulation.steps import EVENTS, Scene, all_steps
+from tests.simulation.trainers import TRAINERS, Trainer, visible
 from tests.simulation.world import DiskStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -35,14 +35,8 @@ def test_the_promises_hold_whatever_happens_at_any_step(scene: Scene, event: str
     assert 0 < all_steps(scene, event)
 
 
-@pytest.mark.parametrize("at", [137, 138, 139, 143, 154, 156, 157, 160])
-def test_a_directory_that_cannot_be_removed_fails_no_save_of_a_plug_in(at: int) -> None:
-    """Nor does a lease that cannot be given back; a sync that fails after the rename undoes it."""
-    Step(TRAINERS[1], "error", at).go()
-
-
 @pytest.mark.parametrize("trainer", TRAINERS[1:3], ids=lambda trainer: trainer.name)
-def test_a_sealed_directory_is_whole_in_states_that_a_crash_leaves(trainer: Trainer) -> None:
+def test_a_tag_with_files_is_whole_in_states_that_a_crash_leaves(trainer: Trainer) -> None:
     """At some of the moments at which power may be lost while it is saved, or an older one removed."""
     count = enumerated(trainer, every=MOMENTS, most=MOST, local=True)
     assert [] == count.failures
@@ -62,6 +56,6 @@ def test_a_removed_directory_comes_back_from_no_power_cut_without_its_files() ->
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
-def test_a_sealed_directory_is_whole_in_every_state_that_a_crash_leaves(trainer: Trainer) -> None:
+def test_a_tag_with_files_is_whole_in_every_state_that_a_crash_leaves(trainer: Trainer) -> None:
     """At every moment."""
     assert [] == enumerated(trainer, local=True).failures

@@ -1,7 +1,7 @@
-"""Sealed directories, as trainers' plug-ins save them, on a simulated disk: by system calls, from first to last.
+"""Tags with a trainer's files, as plug-ins save them, on a simulated disk: by system calls, from first to last.
 
-A trainer is one process. It writes two files of its own, which it does not sync, and a tag, and removes what is older
-than it keeps. All of it is read again without the code that is tested.
+A trainer is one process. It writes two files of its own, which it does not sync, and saves a tag that is given them,
+and removes what is older than it keeps. All of it is read again without the code that is tested.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from functools import partial
 
 import torch
 
-from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt import Topology
 from nxd_ckpt.coordination import at_exit
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
-from nxd_ckpt.integrations.sealed import SealedDirectory
+from nxd_ckpt.integrations.trainer_tags import TrainerSaves
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.local import LocalStorage
 from tests.simulation import oracle
 from tests.simulation.crashes import Recording
 from tests.simulation.job import TIMEOUT, Job, Save, run_to_end
 from tests.simulation.stage import DiskStage
 
-_TAG = "state"
+_FILES = ("weights", "rng/state")
 _NAMES = r"checkpoint-(\d+)"
 
 
@@ -69,8 +68,8 @@ class Trainer:
         job, work = self.job(stage, "rebooted", [Save("checkpoint-9", 9, num_kept=2)])
         run_to_end(stage.world, [stage.world.spawn(job.processes[0], work)])
         assert ["saved"] == [told.word for told in job.outcomes], [told.error for told in job.outcomes]
-        left = [entry.name for entry in stage.outside().list(".incomplete")]
-        assert left == ["tags"], f"{left} is left where directories are written"
+        left = stage.outside().list(".nxd_ckpt/staging")
+        assert not left, f"{left} is left where tags are written"
         self.hold(stage)
 
     def prepare(self, recording: Recording) -> None:
@@ -89,27 +88,22 @@ class Trainer:
 
 
 def _save(root: str, save: Save, run_id: str) -> None:
-    directory = SealedDirectory(root, save.tag)
-    saver = None
+    options = {"topology": Topology(), "run_id": run_id, "timeout": TIMEOUT, "memory_cap": 2**20}
+    agreement, saves = SingleProcessAgreement(), None
     try:
-        directory.begin()
-        for name in ("weights", "rng/state"):
-            _write(os.path.join(directory.staged, name), _content(save.value, name))
-        directory.record(required=("weights",))
-        saver = Checkpointer(
-            directory.tags, storage=LocalStorage(directory.tags), topology=Topology(), run_id=run_id, timeout=TIMEOUT,
-            memory_cap=2**20,
+        saves = TrainerSaves(agreement, root, options, _NAMES, (), hidden=False)
+        staged = saves.begin(agreement, save.tag)
+        for name in _FILES:
+            _write(os.path.join(staged, name), _content(save.value, name))
+        weight = torch.tensor([10.0 * save.value, 10.0 * save.value + 1])
+        content = {"value": save.value}
+        saves.save(
+            agreement, {"weight": weight}, None, None, content, limit=save.num_kept, async_save=save.is_async
         )
-        with directory.publishing(is_rank_0=True) as saves:
-            weight = torch.tensor([10.0 * save.value, 10.0 * save.value + 1])
-            content = {"value": save.value}
-            saves.append(saver.save(_TAG, {"weight": weight}, user_content=content, async_save=save.is_async))
-        directory.wait(SingleProcessAgreement(), partial(directory.retire, _NAMES, _TAG, save.num_kept))
-        saver.close()
+        saves.close()
     finally:
-        at_exit.forget(directory)
-        if saver is not None:
-            at_exit.forget(saver)
+        if saves is not None:
+            at_exit.forget(saves._checkpointer)
 
 
 def _write(path: str, data: bytes) -> None:
@@ -128,21 +122,19 @@ def _content(value: int, name: str) -> bytes:
 
 
 def visible(storage: Storage) -> dict[str, int]:
-    """The number of the save that each visible directory holds. Raises AssertionError for one that is not whole."""
+    """The number of the save that each visible tag holds. Raises AssertionError for one that is not whole."""
     return {entry.name: _value(storage, entry.name) for entry in storage.list() if entry.name[0] != "."}
 
 
-def _value(storage: Storage, folder: str) -> int:
-    assert storage.is_file(f"{folder}/digests.json"), f"{folder} has only {storage.list(folder)}"
-    digests = json.loads(storage.read(f"{folder}/digests.json"))
-    assert {"weights", "rng/state", f"{_TAG}/manifest.json"} == set(digests), f"{folder} lists {set(digests)}"
-    for name, sealed in digests.items():
-        data = storage.read(f"{folder}/{name}")
-        assert sealed == [len(data), zlib.crc32(data)], f"{folder}/{name} is not what was sealed"
-    value = oracle.value_of(storage, f"{folder}/{_TAG}")
-    for name in ("weights", "rng/state"):
-        found = storage.read(f"{folder}/{name}")
-        assert found == _content(value, name), f"{folder}: the tag is of save {value}, {name} is {found!r}"
+def _value(storage: Storage, tag: str) -> int:
+    assert storage.is_file(f"{tag}/done"), f"{tag} has only {storage.list(tag)}"
+    given = json.loads(storage.read(f"{tag}/manifest.json"))["guests"]
+    assert {*_FILES} == {*given}, f"{tag} was given {set(given)}"
+    value = oracle.value_of(storage, tag)
+    for name, digest in given.items():
+        data = storage.read(f"{tag}/{name}")
+        assert digest == [len(data), zlib.crc32(data)], f"{tag}/{name} is not what was saved"
+        assert data == _content(value, name), f"{tag}: the tag is of save {value}, {name} is {data!r}"
     return value
 
 
