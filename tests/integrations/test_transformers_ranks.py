@@ -56,7 +56,7 @@ def test_a_resumed_run_is_the_same_run(
 
 
 def test_what_a_checkpoint_holds(form: str, directory: Path, whole: list[Any]) -> None:
-    """Hugging Face's files, unless FSDP's are sharded; with FSDP the model is in the tag, by shards."""
+    """Hugging Face's files, unless FSDP's are sharded; with FSDP the tag has the model too, by shards."""
     place = directory / "checkpoint-4"
     tag = open_checkpoint(place)
     assert "optim/net.0.weight/exp_avg" in tag.metadata
@@ -64,7 +64,7 @@ def test_what_a_checkpoint_holds(form: str, directory: Path, whole: list[Any]) -
     assert (form != "sharded") == (place / "model.safetensors").is_file()
     model = Tiny(TinyConfig()) if form == "sharded" else Tiny.from_pretrained(place)
     if form == "sharded":
-        load_checkpoint(place, "training_state", model)
+        load_checkpoint(directory, "checkpoint-4", model)
     held = [rank[1] for rank in whole]
     saved = [parameter.flatten().tolist() for parameter in model.parameters()]
     assert saved == (held[0] if form == "ddp" else [first + second for first, second in zip(*held, strict=True)])
