@@ -173,6 +173,9 @@ class _BesideOwn(LocalStorage):
         super().__init__(root, durable)
         self._of_job = LocalStorage(own, durable)
 
+    def without_links(self) -> LocalStorage:
+        return _BesideOwn(str(self.root.resolve()), str(self._of_job.root.resolve()), self.durable)
+
     def _at(self, key: str) -> str:
         return self._of_job._at(_below_hidden(key)) if _is_of_job(key) else super()._at(key)
 
