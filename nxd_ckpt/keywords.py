@@ -22,6 +22,7 @@ from nxd_ckpt.options.tags import OptimizerForm, Strategy, StrategyName
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 Size = int | str
+ShardSize = int | str
 Seconds = float | str
 Minutes = float | str
 """Units as callers may write them; in the options they are numbers."""
@@ -45,7 +46,7 @@ DirectoryKeywords = TypedDict("DirectoryKeywords", {
     "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
 }, total=False)
 ExportKeywords = TypedDict("ExportKeywords", {
-    "tokenizer": StrPath | None, "size_per_shard": Size, "master_weights": bool, "optimizer": bool,
+    "tokenizer": StrPath | None, "size_per_shard": ShardSize, "master_weights": bool, "optimizer": bool,
     "saved_param_names": SavedNames | None, "presharded": bool, "tp": Count, "model": str | None,
     "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
     "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str, "key_mapping": Mapping[str, str] | None,
@@ -107,7 +108,7 @@ LoadKeywords = TypedDict("LoadKeywords", {
 MigrateKeywords = TypedDict("MigrateKeywords", {
     "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
     "kv_size_multiplier": Count | None, "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None,
-    "size_per_shard": Size, "saved_param_names": SavedNames | None, "prefix": str,
+    "size_per_shard": ShardSize, "saved_param_names": SavedNames | None, "prefix": str,
     "key_mapping": Mapping[str, str] | None, "overwrite": bool, "dry_run": bool,
     "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
@@ -153,10 +154,10 @@ ToDcpKeywords = TypedDict("ToDcpKeywords", {
     "progress": bool,
 }, total=False)
 UnshardKeywords = TypedDict("UnshardKeywords", {
-    "optim": bool | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy, "size_per_shard": Size,
-    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "overwrite": bool,
-    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
+    "optim": bool | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy,
+    "size_per_shard": ShardSize, "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None,
+    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 Zero1Keywords = TypedDict("Zero1Keywords", {
     "convert_to_full": bool, "convert_to_sharded": bool, "dp_size": Count | None, "optim_only": bool,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, ge
 from nxd_ckpt.core.option_classes import fields_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
-from nxd_ckpt.core.units import Size
+from nxd_ckpt.core.units import ShardSize, Size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.execution import BLANK, OpenOptions
 
@@ -98,7 +98,7 @@ def options_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
 
 def _form_of(hint: Any) -> _Form:
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if Size in members:
+    if Size in members or ShardSize in members:
         return _Form({"metavar": "SIZE"})
     kinds = [get_args(one)[0] if get_origin(one) is Annotated else one for one in members if one is not NoneType]
     origins = [get_origin(member) or member for member in kinds]

@@ -234,7 +234,14 @@ class Unsharded:
 
 @as_checkpoint_errors()
 @takes(UnshardOptions)
-def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[UnshardKeywords]) -> Unsharded:
+def unshard_checkpoint(
+    tag_dir: StrPath,
+    output_dir: StrPath,
+    *,
+    save_overwrite: bool = False,
+    quiet: bool = False,
+    **options: Unpack[UnshardKeywords],
+) -> Unsharded:
     """Make ``output_dir``: plain files of a tag, with whole tensors by name, in OLMo-core's layout.
 
     The tag may be of nxd_ckpt or NxD, of any sizes. ``model.pt`` is a state dict. ``optim.pt`` has the form of torch's
@@ -250,6 +257,7 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     Args:
         tag_dir: a tag's directory or URL.
         output_dir: directory or URL of the result.
+        save_overwrite, quiet: OLMo-core's: another name for ``overwrite``; no bar, and no line in the log.
 
     Raises:
         InvalidArgument: invalid arguments, or ``output_dir`` may not be replaced.
@@ -270,7 +278,7 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
         cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
         tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
         parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened, chosen.optim)]
-    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=_UNSHARDED)
+    output = Output(target, overwrite=chosen.overwrite or save_overwrite, durable=chosen.durable, kind=_UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)
     files = {name: size for part in parts for name, size in part.sizes().items()}
     places = {part.name: _path(target, output_dir, part.place) for part in parts}
@@ -278,10 +286,12 @@ def unshard_checkpoint(tag_dir: StrPath, output_dir: StrPath, **options: Unpack[
     if chosen.dry_run:
         return done
     written = Counter()
-    with output.writing(nbytes), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, chosen.progress):
+    shown = chosen.progress and not quiet
+    with output.writing(nbytes), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, shown):
         for part in reversed(parts):  # on a store the model, which readers look for, comes last
             part.write(output, written)
-    report("unsharded", f"{source.path} to {target.path}", nbytes, started)
+    if not quiet:
+        report("unsharded", f"{source.path} to {target.path}", nbytes, started)
     return done
 
 

@@ -45,6 +45,23 @@ def _bytes(value: Any) -> int:
     return at_least_1(whole_number(value if unit is None else int(float(amount) * _WRITTEN[unit.upper()])))
 
 
+_LEAST = 2**20
+"""Bytes of a file below which a number without unit is no number of bytes: ColossalAI's 1024 is in MB."""
+
+
+class _WithUnit(int):
+    """Few bytes that were written with their unit: options are read once more when they are copied."""
+
+
+def _shard_bytes(value: Any) -> int:
+    nbytes = _bytes(value)
+    if nbytes >= _LEAST:
+        return nbytes
+    if not (isinstance(value, _WithUnit) or _amount(value)[1]):
+        raise ValueError
+    return _WithUnit(nbytes)
+
+
 def _time(number_is: float, value: Any) -> float:
     """Return a time in the unit, of so many seconds, that a number without one has."""
     amount, unit = _amount(value)
@@ -66,6 +83,10 @@ _TIME = 'a time above 0, such as 90, "90 s", "10m" or "2h"'
 
 Size = Annotated[int, _SIZE]
 """Bytes. Callers may write "5GB"."""
+ShardSize = Annotated[
+    int, Kind('a size with its unit, such as "5GB" or "1024MB", or a number of bytes from 2**20 on', _shard_bytes)
+]
+"""Bytes of a file, the largest of many. Callers may write "5GB"; a small number needs its unit."""
 AnySize = Annotated[int | str, _SIZE]
 """Bytes, as callers may write them."""
 Seconds = Annotated[float, Kind(f"{_TIME}; a number is in seconds", partial(_time, 1))]

@@ -12,7 +12,7 @@ from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.option_classes import Options, option
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.torchtitan_names import Release
-from nxd_ckpt.core.units import Size
+from nxd_ckpt.core.units import ShardSize
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import NewJobOptions, OutputOptions, SavedNames, SharedOptions
 from nxd_ckpt.storage.urls import StrPath
@@ -58,7 +58,7 @@ class ExportOptions(MappingOptions, SharedOptions):
 
     tokenizer: StrPath | None = option(None, """a directory whose files are copied, except weights and config.json:
         tokenizer, chat templates, custom code.""")
-    size_per_shard: Size = option("5GB", """maximum size of a weight file, as 5GB or bytes; a larger tensor gets
+    size_per_shard: ShardSize = option("5GB", """maximum size of a weight file, as 5GB or bytes; a larger tensor gets
         its own file.""")
     master_weights: bool = option(False, "export the optimizer's master weights, if it has them.")
     optimizer: bool = option(False, """write the optimizer's state too, without a cast: ``optimizer.safetensors`` (or
@@ -146,6 +146,6 @@ class MigrateOptions(RenamingOptions, OutputOptions):
     hardware: Hardware | None = option(None, "the order of those copies; by default the one in which they are equal.")
     model_only: bool = option(False, "leave out optimizer, scheduler and user content.")
     dtype: Dtype | None = option(None, "cast the model's floating-point numbers to this; optimizer state is not cast.")
-    size_per_shard: Size = option("5GB", "for the form hf, maximum size of a weight file, as 5GB or bytes.")
+    size_per_shard: ShardSize = option("5GB", "for the form hf, maximum size of a weight file, as 5GB or bytes.")
     saved_param_names: SavedNames | None = option(None, """the optimizer's parameter names, by pipeline stage and
         param group, in order, if neither the tag nor its writer's param groups record them.""")

@@ -10,7 +10,7 @@ from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.option_classes import Options, option
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.units import AnySize, Seconds, Size
+from nxd_ckpt.core.units import AnySize, Seconds, ShardSize, Size
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.execution import (
@@ -172,7 +172,7 @@ class UnshardOptions(OutputOptions):
     use_safetensors: bool = option(False, "write safetensors files, and JSON for values that are no tensors.")
     unshard_strategy: StrategyName | Strategy = option("one_file", """files for each of model and optimizer: a name,
         an `nxd_ckpt.convert.UnshardStrategy`, or OLMo-core's own.""")
-    size_per_shard: Size = option("5GB", """with "chunks", maximum size of a file, as 5GB or bytes; a larger
+    size_per_shard: ShardSize = option("5GB", """with "chunks", maximum size of a file, as 5GB or bytes; a larger
         tensor gets its own file.""")
     partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the tag
         does not record them (NxD's do not).""")

@@ -234,7 +234,7 @@ def test_a_tag_is_unsharded_from_a_store_into_another(tmp_path: Path, use_safete
     save_checkpoint(f"{store}/run", "step_1", model(), run_id="one")
     options: dict[str, Any] = {"use_safetensors": use_safetensors}
     url = f"{store}/out/step_1"
-    unshard_checkpoint(f"{store}/run/step_1", url, unshard_strategy="chunks", size_per_shard=50, **options)
+    unshard_checkpoint(f"{store}/run/step_1", url, unshard_strategy="chunks", size_per_shard="50B", **options)
     done = unshard_checkpoint(f"{store}/run/step_1", url, overwrite=True, **options)
     files = fsspec.filesystem("memory")
     assert [done.model] == [f"memory:/{path}" for path in files.find(url.removeprefix("memory:/"))]
@@ -247,7 +247,7 @@ def test_a_tag_is_unsharded_from_a_store_into_another(tmp_path: Path, use_safete
 def test_what_must_not_be_replaced_is_not(tmp_path: Path) -> None:
     """Without being asked nothing; then nothing but what was unsharded: above all no tag, nor NxD's, nor its parts."""
     tag, other = save_example(tmp_path, 2), save_example(tmp_path / "more", 2)
-    unshard_checkpoint(tag, tmp_path / "out", unshard_strategy="chunks", size_per_shard=100)
+    unshard_checkpoint(tag, tmp_path / "out", unshard_strategy="chunks", size_per_shard="100B")
     before = contents(other)
 
     def refused(match: str, target: Path, **options: Any) -> None:
@@ -265,7 +265,7 @@ def test_what_must_not_be_replaced_is_not(tmp_path: Path) -> None:
     refused("dp_rank_00", other, overwrite=True)
     refused("the same, or one is inside", tag / "model")
     assert before.keys() >= contents(other).keys() != set()
-    unshard_checkpoint(tag, tmp_path / "out", overwrite=True)
+    unshard_checkpoint(tag, tmp_path / "out", save_overwrite=True, quiet=True)
     assert {"model.pt", "optim.pt"} == set(contents(tmp_path / "out"))
 
 
@@ -275,6 +275,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (InvalidArgument, "one_file", {"unshard_strategy": "two_files"}),
         (InvalidArgument, "size_per_shard", {"unshard_strategy": "chunks", "size_per_shard": "much"}),
+        (InvalidArgument, 'such as "5GB" or "1024MB".*found 1024', {"size_per_shard": 1024}),
         (PartNotFound, "without an optimizer", {"optim": True}),
     ]
     for kind, match, options in wrong:

@@ -50,7 +50,7 @@ def test_every_job_exports_its_model(tmp_path: Path, name: str, use_xser: bool) 
     job = JOBS[name]
     state = job.model.state()
     tag = save_job(tmp_path / "run", job, state, use_xser=use_xser)
-    export(tag, tmp_path / "out", job, size_per_shard=1000)
+    export(tag, tmp_path / "out", job, size_per_shard="1kB")
     assert [] == differences(state, weights(tmp_path / "out"))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
@@ -86,7 +86,7 @@ def test_any_job_is_exported(tmp_path_factory: pytest.TempPathFactory, job: Job,
     job = replace(job, converted=converted)
     with pytest.MonkeyPatch.context() as patch:
         use_small_waves(patch, 64)
-        export(write_as_nxd(directory / "run", job, state), directory / "out", job, size_per_shard=500)
+        export(write_as_nxd(directory / "run", job, state), directory / "out", job, size_per_shard="500B")
     assert [] == differences(state, weights(directory / "out"))
 
 

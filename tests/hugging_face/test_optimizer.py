@@ -65,7 +65,7 @@ def test_every_job_exports_its_optimizer(tmp_path: Path, name: str, zero1: bool,
     """Any sizes, ZeRO-1 or not, both kinds of files: moments, master weights, steps and param groups."""
     job, dp = JOBS[name]
     tag = save_trained(tmp_path / "run", job, dp=dp, zero1=zero1, use_xser=use_xser)
-    export(tag, tmp_path / "out", job, size_per_shard=1000)
+    export(tag, tmp_path / "out", job, size_per_shard="1kB")
     assert [] == differences(expected_tensors(job, masters=zero1), tensors(tmp_path / "out"))
     assert expected_document(job) == document(tmp_path / "out")
     assert [] == differences(job.model.state(), weights(tmp_path / "out"))
