@@ -189,8 +189,10 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
             )
         if vote.replica != votes[leader].replica:
             raise RanksDisagree(
-                f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold model "
-                "states with different names, shapes or dtypes; a replica's tensors would be missing or written twice"
+                f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold models "
+                "or optimizers whose tensors have different names, shapes or dtypes: some would be missing or written "
+                "twice. Build both alike on all replicas, and step on all before the save; what one rank alone has is "
+                "saved by state= or rank_content="
             )
 
 
