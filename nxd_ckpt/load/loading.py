@@ -114,11 +114,11 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
 
 
 def one_load(
-    storage: Storage, source: Source, request: LoadRequest, opens: Opens = open_complete_tag, *, applies: bool = True
+    storage: Storage, source: Source, request: LoadRequest, opens: Opens = open_complete_tag
 ) -> PreparedLoad:
     """Load the tag of ``source`` through ``storage``; see "One load" in docs/architecture.md. Collective.
 
-    Live objects stay as they are until all ranks have agreed; without ``applies`` also then, and no tensor is read.
+    Live objects stay as they are until all ranks have agreed.
     """
     agreement, started = request.agreement, effects.monotonic()
     with ExitStack() as caches:
@@ -134,8 +134,6 @@ def one_load(
         load = on_all(agreement, attempt.prepare)
         load.judge_parameters()
         with load.reader:
-            if not applies:
-                return load
             # 4. Verify: replicas share the bytes. 5. Agree: an error of one rank is raised on all.
             load.share()
             on_all(agreement, load.verify)
@@ -175,14 +173,6 @@ def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest) -> Load
     opens = partial(found.open, tells=request.agreement.rank == 0)
     loaded = one_load(storage, Source(found.key, [0]), request, opens)
     return Loaded(None if found.is_weights else found.key, loaded.user_content)
-
-
-def require_fit(storage: Storage, tag: str, request: LoadRequest) -> None:
-    """Raise the errors of loading ``tag`` if the live objects do not fit it. Collective.
-
-    Reads no tensor, and changes nothing: for a caller that loads several tags, and all or none.
-    """
-    one_load(storage, Source(tag, [0]), request, applies=False)
 
 
 def _require_attempt(opened: OpenTag, attempt: str | None) -> None:
