@@ -13,13 +13,13 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Writer, checked_key, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer, checked_key, checked_length
 
 TABLE = """CREATE TABLE IF NOT EXISTS files
 (version INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, data BLOB, at REAL)"""
 
 
-class SqliteStorage:
+class SqliteStorage(Storage):
     """Keys of the database at ``path``, which is created. Any number of threads and processes may use it."""
 
     renames = False  # then tags are written in place, and nothing is ever renamed
@@ -34,10 +34,6 @@ class SqliteStorage:
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         checked_length(self.size(key), limit, f"{self.url}/{key}")
         return bytes(self._row(key, "data"))
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, buffer)])
 
     def open(self, key: str) -> Reader:
         return _Reader(self, key, int(self._row(key, "version")))
@@ -77,21 +73,6 @@ class SqliteStorage:
 
     def remove(self, key: str) -> None:
         self._change("DELETE FROM files WHERE key = ? OR substr(key, 1, ?) = ?", key, len(key) + 1, f"{key}/")
-
-    def rename(self, source: str, target: str) -> None:
-        raise OSError(f"{self.url}/{source}: this store cannot rename")
-
-    def make_dir(self, key: str) -> None:
-        """Nothing: a directory is there while a key lies below it."""
-
-    def sync_dir(self, key: str) -> None:
-        """Nothing: a transaction is durable when it ends."""
-
-    def discard_unfinished(self, key: str) -> None:
-        """Nothing: what a writer did not close is in no row."""
-
-    def set_time(self, key: str, seconds: float) -> None:
-        """Nothing: a store sets times itself."""
 
     def bytes_at(self, key: str, version: int, offset: int, nbytes: int) -> bytes:
         """What that version of the file holds there; raises OSError once another file has its key."""

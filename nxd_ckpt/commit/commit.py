@@ -38,7 +38,7 @@ from nxd_ckpt.core.tags import TagInfo, next_order_time, order_text, seconds_unt
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.storage.base import Storage, is_mounted
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 from nxd_ckpt.tag.surveyed import SurveyedStorage, surveyed
@@ -190,7 +190,7 @@ def clear_failed(session: Session) -> None:
     """
     storage, timeout = session.storage, session.timeout
     own_votes = AttemptVotes(storage, session.attempt(session.counter))
-    for entry in storage.list(STAGING) if is_mounted(storage) else ():
+    for entry in storage.list(STAGING) if storage.may_be_unmounted else ():
         number = session.counter_of(entry.name)
         if number is not None and number < session.counter:
             _show_work(own_votes)

@@ -30,7 +30,7 @@ from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.replacement import not_undone
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.storage.base import DirEntry, Storage, Writer, remove_if
+from nxd_ckpt.storage.base import DirEntry, Storage, Writer
 from nxd_ckpt.tag.directory import clash
 from nxd_ckpt.tag.order import FOREIGN_MARK, manifest_of, mark_of
 from nxd_ckpt.tag.range_reader import answers_of
@@ -233,7 +233,7 @@ class InPlace:
             if not self.overwrite:
                 _refuse_existing(storage, self.tag)
             _refuse_clash(storage, self.tag)
-            remove_if(storage, f"{self.tag}/{DONE}", session.confirm)  # the replaced tag is no checkpoint any more
+            storage.remove_if(f"{self.tag}/{DONE}", session.confirm)  # the replaced tag is no checkpoint any more
             session.require()
             storage.discard_unfinished(self.tag)
             storage.make_dir(self.tag)
@@ -303,7 +303,7 @@ class InPlace:
     ) -> bool:
         storage, intent = session.storage, trash_file(self.attempt, tag)
         intents.declare(storage, intent, tag)
-        goes = remove_if(storage, f"{tag}/{DONE}", lambda: not is_kept(tag))
+        goes = storage.remove_if(f"{tag}/{DONE}", lambda: not is_kept(tag))
         if not goes:
             storage.remove(intent)
         return goes
@@ -311,7 +311,7 @@ class InPlace:
     def _empty(self, session: Session) -> None:
         """Remove the tag, its ``done`` first: from then on nobody takes it for a checkpoint. Files of others stay."""
         storage = session.storage
-        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)
+        storage.remove_if(f"{self.tag}/{DONE}", session.confirm)
         remove_all_but_guests(storage, self.tag, session.confirm)
         session.require()  # again: listing may have taken long
         storage.discard_unfinished(self.tag)
@@ -348,7 +348,7 @@ class InPlace:
         """Remove ``done``, unless it is another job's by now."""
         done = f"{self.tag}/{DONE}"
         with suppress(FileNotFoundError):
-            remove_if(storage, done, lambda: storage.read(done) == mark)
+            storage.remove_if(done, lambda: storage.read(done) == mark)
 
     def _withdraw_if_swept(self, session: Session, mark: bytes) -> None:
         """Remove ``done`` if another job took the directory over before ``done`` was there.

@@ -46,16 +46,7 @@ from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
-from nxd_ckpt.storage.base import (
-    DirEntry,
-    PerHost,
-    Reserving,
-    Storage,
-    can_rename,
-    drop_empty,
-    is_mounted,
-    without_syncs,
-)
+from nxd_ckpt.storage.base import DirEntry, PerHost, Storage, can_rename
 from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
 from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.directory import tag_around
@@ -212,10 +203,10 @@ class Session:
         if self.is_alone:
             return
         rank = self.topology.rank
-        if rank == 0 and is_mounted(self.storage):
+        if rank == 0 and self.storage.may_be_unmounted:
             with suppress(OSError):
-                without_syncs(self.storage).make_dir(verdict_dir(self.attempt(self.counter + 1)))
-        for number in range(1 if rank else 2) if is_mounted(self.storage) else ():
+                self.storage.without_syncs().make_dir(verdict_dir(self.attempt(self.counter + 1)))
+        for number in range(1 if rank else 2) if self.storage.may_be_unmounted else ():
             key = spare_file(self.run_id, rank, number)
             if key not in self._spares:
                 with suppress(OSError):
@@ -228,7 +219,7 @@ class Session:
             return False
         spare = self._spares.pop()
         try:
-            if len(data) <= _SPARE and isinstance(self.storage, Reserving):
+            if len(data) <= _SPARE:
                 self.storage.write_reserved(spare, key, data)
                 return True
         except OSError:  # a file system that overwrites nothing in place
@@ -261,7 +252,7 @@ class Session:
             folders = [f"{HIDDEN}/{entry.name}" for entry in storage.list(HIDDEN) if entry.is_dir]
             for folder in [*folders, HIDDEN]:
                 with suppress(OSError):
-                    drop_empty(storage, folder)
+                    storage.drop_empty(folder)
 
     @property
     def votes_here(self) -> bool:

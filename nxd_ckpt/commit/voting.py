@@ -41,7 +41,7 @@ from nxd_ckpt.core.suggestions import ranks_of
 from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
-from nxd_ckpt.storage.base import Storage, without_syncs
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.retrying import retried
 from nxd_ckpt.tag.range_reader import in_parallel
 
@@ -69,7 +69,7 @@ class AttemptVotes:
 
     def open(self, tag: str) -> None:
         """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
-        notes = without_syncs(self._storage)
+        notes = self._storage.without_syncs()
         notes.write(begin_file(self.attempt), tag.encode())
         notes.sync_dir(verdict_dir(self.attempt))
         self._news.tell(begin_file(self.attempt))
@@ -126,7 +126,7 @@ class AttemptVotes:
         ``first`` is tried first to write it. ``kind`` is `ANSWER` for its vote after an appeal.
         """
         key, data = rank_file(self.attempt, vote.rank, kind), votes.dump(vote)
-        notes = without_syncs(self._storage)
+        notes = self._storage.without_syncs()
         if first is None or not first(key, data):
             notes.write(key, data)
         notes.sync_dir(votes_dir(self.attempt))
@@ -189,7 +189,7 @@ class AttemptVotes:
     def announce(self, verdict: Verdict, first: Write | None = None) -> None:
         """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
         key, data = verdict_file(self.attempt), votes.dump(verdict)
-        notes = without_syncs(self._storage)
+        notes = self._storage.without_syncs()
         if first is None or not first(key, data):
             _retried(lambda: notes.write(key, data))
         notes.sync_dir(verdict_dir(self.attempt))
@@ -211,7 +211,7 @@ class AttemptVotes:
         return document.whole(self._storage.read(key))
 
     def _note(self, key: str, content: Any) -> None:
-        notes = without_syncs(self._storage)
+        notes = self._storage.without_syncs()
         notes.write(key, json.dumps(content).encode())
         notes.sync_dir(verdict_dir(self.attempt))
         self._news.tell(key)

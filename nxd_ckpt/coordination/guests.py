@@ -19,8 +19,7 @@ from typing import NamedTuple
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage import base
-from nxd_ckpt.storage.base import Storage, remove_if
+from nxd_ckpt.storage.base import Storage
 
 
 class Entry(NamedTuple):
@@ -77,7 +76,7 @@ def share(storage: Storage, source: str, target: str) -> None:
     those that cannot be shared.
     """
     files = _files(storage, source)
-    shared = [file for file in files if base.share(storage, f"{source}/{file}", f"{target}/{file}")]
+    shared = [file for file in files if storage.share(f"{source}/{file}", f"{target}/{file}")]
     for folder in names.folders_of(shared) if shared else ():
         storage.sync_dir(posixpath.join(target, folder) if folder else target)
 
@@ -133,8 +132,8 @@ def _is_newer(storage: Storage, one: str, other: str) -> bool:
 
 
 def remove_all_but_guests(storage: Storage, tag: str, confirm: Callable[[], bool]) -> bool:
-    """Remove a tag's own files if ``confirm`` returns True; return its answer. See storage.base.remove_if."""
+    """Remove a tag's own files if ``confirm`` returns True; return its answer. See Storage.remove_if."""
     if not guests_of(storage, tag):
-        return remove_if(storage, tag, confirm)
+        return storage.remove_if(tag, confirm)
     own = [*given_to(storage, tag), *(entry.path for entry in entries_of(storage, tag) if not entry.is_guest)]
-    return all(remove_if(storage, f"{tag}/{path}", confirm) for path in own)
+    return all(storage.remove_if(f"{tag}/{path}", confirm) for path in own)

@@ -20,7 +20,7 @@ from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, unfinished_dir
 from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import Storage, remove_if
+from nxd_ckpt.storage.base import Storage
 
 
 def declare(storage: Storage, key: str, tag: str) -> None:
@@ -54,8 +54,9 @@ def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
     """
     tag = _tag(storage, key) if not storage.renames or storage.is_file(key) else None
     if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
-        remove = remove_if if key.startswith(f"{TRASH}/") else remove_all_but_guests
-        if not (remove(storage, tag, confirm) and confirm()):
+        of_all = key.startswith(f"{TRASH}/")
+        went = storage.remove_if(tag, confirm) if of_all else remove_all_but_guests(storage, tag, confirm)
+        if not (went and confirm()):
             return
         storage.discard_unfinished(tag)
     if storage.renames and key.rpartition("/")[0] in (STAGING, COPIES) and storage.is_dir(key):

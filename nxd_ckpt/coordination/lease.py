@@ -25,7 +25,7 @@ from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE, checked_text, integers
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
-from nxd_ckpt.storage.base import Storage, here, is_mounted, remove_if, without_links
+from nxd_ckpt.storage.base import Storage, here
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -91,7 +91,7 @@ def acquire(
     mine = Lease.of_this_process(run_id)
     try:
         taken = _acquired(storage, mine, patience, sign, dead)
-        return replace(taken, place=place_of(storage), taken_in=without_links(storage))
+        return replace(taken, place=place_of(storage), taken_in=storage.without_links())
     except DirectoryInUse:
         raise
     except BaseException:  # an interrupt too: else nobody would release a lease that was taken
@@ -150,7 +150,7 @@ def release(storage: Storage, lease: Lease) -> None:
     if _repaired(storage, lease) == lease:
         with suppress(OSError):
             storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's
-        remove_if(storage, LEASE, lambda: read(storage) == lease)
+        storage.remove_if(LEASE, lambda: read(storage) == lease)
 
 
 def directory_of(storage: Storage, mine: Lease) -> Storage:
@@ -204,13 +204,13 @@ def _repaired(storage: Storage, mine: Lease) -> Lease | None:
 
 def mark_place(storage: Storage) -> None:
     """Give a directory that may be unmounted a mark, if it has none; of several hosts' directories this host's."""
-    if is_mounted(storage):
+    if storage.may_be_unmounted:
         here(storage).link_new(PLACE, uuid.uuid4().hex.encode())
 
 
 def place_of(storage: Storage) -> bytes | None:
     """Return the mark that tells a mounted directory from any that is mounted in its place later; None without one."""
-    if not is_mounted(storage):
+    if not storage.may_be_unmounted:
         return None
     try:
         return here(storage).read(PLACE, NOTE)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from nxd_ckpt.storage.base import Storage, Swapping
+from nxd_ckpt.storage.base import Storage
 
 
 class Replacement:
@@ -40,7 +40,7 @@ class Replacement:
         self._replaces = self.is_there(self.target) if replaces is None else replaces
         if not self._replaces:
             storage.rename(self.finished, self.target)
-        elif isinstance(storage, Swapping) and storage.swap(self.finished, self.target):
+        elif storage.swap(self.finished, self.target):
             self._is_made = True
             storage.rename(self.finished, self.aside)
         else:
@@ -67,8 +67,7 @@ class Replacement:
         """
         storage = self.storage
         if is_new:
-            if isinstance(storage, Swapping) and self.is_there(self.finished):
-                storage.swap(self.finished, self.target)
+            if self.is_there(self.finished) and storage.swap(self.finished, self.target):
                 return
             if not self._replaces or self.is_there(self.aside):
                 storage.rename(self.target, self.finished)

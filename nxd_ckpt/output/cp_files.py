@@ -19,7 +19,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.storage.base import Replicated, Storage, is_mounted, remove_if
+from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.transfer import Pace, Progress, StoredFile, copy, digest, link, require_equal, sync
 from nxd_ckpt.tag.files import TagFiles
@@ -80,7 +80,7 @@ class HostCopies:
             logger.warning(
                 "nxd_ckpt: rank 0 copies files of %s itself, instead of host %d: %s", self._tag, number, problem
             )
-        remove_if(target, key, confirm)
+        target.remove_if(key, confirm)
         return False
 
 
@@ -227,7 +227,7 @@ class FileCopy:
 
     def remove(self, name: str) -> None:
         """Remove a file from the folder, unless the job may no longer write there."""
-        remove_if(self._target, f"{self._folder}/{name}", self._confirm)
+        self._target.remove_if(f"{self._folder}/{name}", self._confirm)
 
     def copy(self, file: TagFile) -> CopyResult:
         """Copy or link the file, durably, and compare its digests. A file that is there already is checked.
@@ -239,7 +239,7 @@ class FileCopy:
         """
         source = StoredFile(self._opened.storage, f"{self._opened.tag}/{file.name}")
         target = StoredFile(self._target, f"{self._folder}/{file.name}")
-        if not self._target.renames or is_mounted(self._target):
+        if not self._target.renames or self._target.may_be_unmounted:
             self._confirm()  # the folder may be the tag itself, or below a place that was unmounted
         if file.name in self._present:
             with self._own_turn:

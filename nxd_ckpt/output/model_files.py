@@ -24,7 +24,7 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.storage.base import Storage, without_links
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.foreign.quantization import without_quantization
@@ -124,7 +124,7 @@ def _is_copied(name: str) -> bool:
 
 def _leads_out(storage: Storage, folder: str, name: str) -> bool:
     """Return whether a file is a link, or behind one, that leads out of the directory and its cache."""
-    direct = without_links(storage)
+    direct = storage.without_links()
     if direct is None:
         return False
     place = Path(direct.url, folder).resolve()

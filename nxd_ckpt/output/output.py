@@ -18,7 +18,7 @@ from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
-from nxd_ckpt.storage.base import DirEntry, can_rename, drop_empty
+from nxd_ckpt.storage.base import DirEntry, can_rename
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
 
@@ -153,7 +153,7 @@ class Output:
             return
         with suppress(OSError):
             for key in (HIDDEN, ""):
-                drop_empty(self.place.lease_directory(), key)
+                self.place.lease_directory().drop_empty(key)
 
     def _make_visible(self) -> None:
         storage, replacement = self.storage, self.place.replacement(self.storage)

@@ -40,7 +40,6 @@ from nxd_ckpt.save.options import SaveOptions
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.waves import Wave
 from nxd_ckpt.save.writing import FileWriter, parent_of
-from nxd_ckpt.storage.base import without_syncs
 from nxd_ckpt.storage.throttle import Pace
 
 logger = logging.getLogger("nxd_ckpt")
@@ -205,7 +204,7 @@ class _Opening:
             if is_opened and not session.is_alone:
                 AttemptVotes(session.storage, attempt, session.news).open(self._tag)
         # A staged folder's name need not last: what a power cut leaves of an attempt is removed.
-        storage = session.storage if publication.in_place else without_syncs(session.storage)
+        storage = session.storage if publication.in_place else session.storage.without_syncs()
         storage.make_dir(publication.folder)
         return parent_of(session.storage, session.last_saved) if self._attempt.request.options.dedup else None
 

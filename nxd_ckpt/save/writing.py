@@ -35,7 +35,7 @@ from nxd_ckpt.save.options import CHUNK
 from nxd_ckpt.save.plan import SavePlan
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.save.waves import Span, Wave
-from nxd_ckpt.storage.base import Duplicating, Reader, Storage, Version, Writer
+from nxd_ckpt.storage.base import Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.throttle import Pace
 from nxd_ckpt.tag.directory import list_tags
@@ -419,7 +419,7 @@ _ABSENT = (OSError, EOFError, CheckpointError)
 
 def parent_of(storage: Storage, last_saved: str | None) -> str | None:
     """Return the tag whose files may be unchanged: the one that this job saved last, else the newest complete one."""
-    if not isinstance(storage, Duplicating):
+    if not storage.duplicates:
         return None
     with suppress(*_ABSENT):
         if last_saved is not None and storage.is_file(f"{last_saved}/{DONE}"):
@@ -435,7 +435,7 @@ def _create(storage: Storage, key: str, nbytes: int, source: str) -> Writer:
     If its bytes equal the file ``source``, that is duplicated.
     """
     with suppress(*_ABSENT):
-        if isinstance(storage, Duplicating):
+        if storage.duplicates:
             version = storage.version(source)
             if version.nbytes == nbytes:
                 return DedupWriter(storage, key, source, version)
@@ -500,9 +500,7 @@ class DedupWriter:
 
     def _duplicate(self) -> bool:
         try:
-            return isinstance(self._storage, Duplicating) and self._storage.duplicate(
-                self._source, self._version, self._key
-            )
+            return self._storage.duplicate(self._source, self._version, self._key)
         except OSError:  # the source was removed meanwhile, or there are no links, or too many: then it is written
             return False
 

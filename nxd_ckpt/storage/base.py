@@ -23,6 +23,8 @@ nothing, a directory is there while a key lies below it, and a key can be seen b
 from __future__ import annotations
 
 import errno
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
@@ -95,11 +97,30 @@ def pread_of(reader: Reader, start: int = 0) -> Callable[[int, int], bytes]:
     return pread
 
 
-class Storage(Protocol):
-    """Bytes by key; see the module's contract. All sizes and offsets are bytes, all times seconds since the epoch."""
+class Version(NamedTuple):
+    """The identity of a key's current file: its bytes, and a mark that no other file of the key has."""
+
+    nbytes: int
+    mark: str
+
+
+class ListedFile(NamedTuple):
+    """A file as a listing shows it: bytes, a mark that no other content of the key has, and the time of the change."""
+
+    nbytes: int
+    mark: str
+    time: float
+
+
+class Storage(ABC):
+    """Bytes by key; see the module's contract. All sizes and offsets are bytes, all times seconds since the epoch.
+
+    A storage is a subclass. Methods without a body here must be written; the others do what an object store does that
+    can do nothing more.
+    """
 
     url: str
-    renames: bool
+    renames: bool = False
     """True if directories can be renamed atomically, as in file systems, not in object stores."""
 
     concurrency: int
@@ -108,93 +129,170 @@ class Storage(Protocol):
     read_nbytes: int
     """Best size of a read in bytes: what a core's cache holds, more where a request costs as much as its bytes."""
 
+    may_be_unmounted: bool = False
+    """True if its root may lead to another directory from one moment to the next, without an error."""
+
+    may_lack_files: bool = False
+    """True if files may be lost while others of their tag are there: they lie on disks of several hosts."""
+
+    duplicates: bool = False
+    """True if `duplicate` can make a second file of one."""
+
+    surveys: bool = False
+    """True if `survey` lists many directories in one request."""
+
+    @abstractmethod
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         """Return all of a file that has at most ``limit`` bytes; raise MalformedFile for a longer one."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from byte ``offset`` on."""
+        with closing(self.open(key)) as reader:
+            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
 
+    @abstractmethod
     def open(self, key: str) -> Reader:
         """Open a file for many reads."""
 
+    def open_unseen(self, key: str) -> Reader:
+        """Open a file for many reads, all of which are compared with known digests; it may only be missed when read.
+
+        Where a look at it takes a request, there is none: the first read decides which version is read.
+        """
+        return self.open(key)
+
+    @abstractmethod
     def size(self, key: str) -> int: ...
 
+    @abstractmethod
     def is_dir(self, key: str) -> bool: ...
 
+    @abstractmethod
     def is_file(self, key: str) -> bool: ...
 
+    @abstractmethod
     def list(self, key: str = "") -> list[DirEntry]:
         """Return the names directly below the directory ``key``, sorted; an absent directory is empty."""
 
+    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
+        """Return the names directly in each of these directories of the root, with None for a directory.
+
+        Of names further below, the store may show only the part up to ``delimiter``, once. Directories of which this
+        would take many requests are left out, and so are all if the store cannot do it.
+        """
+        return {}
+
+    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
+        """Return all of a file that a survey showed; raise FileNotFoundError if the key has another one by now."""
+        return self.read(key, limit)
+
+    @abstractmethod
     def write(self, key: str, data: bytes) -> None:
         """Write a small file whole, creating directories on the way."""
 
+    @abstractmethod
     def create(self, key: str, nbytes: int) -> Writer:
         """Create a file that will have ``nbytes`` bytes, under a free key, creating directories on the way."""
 
+    @abstractmethod
     def link_new(self, key: str, data: bytes) -> bool:
         """Write a small file only if the key is free; False if it exists."""
 
+    @abstractmethod
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         """Replace a small file only if its content is ``expected``; False if it is another, or the file is gone.
 
         Of several that try at once, one succeeds.
         """
 
+    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
+        """Write a small file whole, with the space and the name of the file ``reserve``, which is then gone."""
+        self.remove(reserve)
+        self.write(key, data)
+
     def make_dir(self, key: str) -> None:
         """Create a directory, durably, with those above it; an existing one is fine.
 
         The root (``""``), and the directories above it, are durable afterwards, also if another process created them.
+        In a store a directory is there while a key lies below it.
         """
 
     def sync_dir(self, key: str) -> None:
-        """Make the names in this directory durable."""
+        """Make the names in this directory durable. In a store acknowledged writes last."""
+
+    def without_syncs(self) -> Storage:
+        """Return the storage for notes to processes that live, which are worth nothing once the power is gone.
+
+        What it writes is seen by all at once. A storage that cannot leave its syncs out returns itself.
+        """
+        return self
 
     def rename(self, source: str, target: str) -> None:
         """Move a file or directory; the target must not exist."""
+        raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
 
+    def swap(self, one: str, other: str) -> bool:
+        """Exchange the names of two files or directories atomically; False if that is impossible."""
+        return False
+
+    def version(self, key: str) -> Version:
+        """Return a file's version; it changes when the file is replaced or written to."""
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), key)
+
+    def duplicate(self, source: str, version: Version, target: str) -> bool:
+        """Give the free key ``target`` the bytes of ``source``, if it still has ``version``, without moving them.
+
+        The new file is complete, and as durable as after `Writer.close`. Either may then be removed or replaced without
+        changing the other.
+
+        Returns False if that is impossible; then, and after an OSError, ``target`` is unchanged.
+        """
+        return False
+
+    def share(self, source: str, target: str) -> bool:
+        """Give a file a second name, making directories on the way: what is written to one is in both.
+
+        Returns False if that is impossible, as for a link or a FIFO, or if ``target`` exists.
+        """
+        return False
+
+    @abstractmethod
     def remove(self, key: str) -> None:
         """Remove a file or a whole directory; absent is fine."""
 
-    def discard_unfinished(self, key: str) -> None:
-        """Free the unfinished files in the directory ``key`` of writers that died. None may be alive."""
+    def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
+        """Remove a file or a whole directory if ``confirm`` returns True; return its answer. Absent is fine.
 
+        A storage that can tell them keeps files that come between the call and the removal, however long this process
+        stands still.
+        """
+        if not confirm():
+            return False
+        self.remove(key)
+        return True
+
+    def drop_empty(self, key: str) -> None:
+        """Remove a directory that nothing is in, where such directories stay. Raises OSError, also if there is none."""
+
+    def discard_unfinished(self, key: str) -> None:
+        """Free the unfinished files in the directory ``key`` of writers that died. None may be alive.
+
+        Nothing is to be done where they lie among the others, and go with them, or are dropped by the store's rules.
+        """
+
+    @abstractmethod
     def time(self, key: str) -> float:
         """Return when it was last modified; 0 if the store does not report it."""
 
-    def set_time(self, key: str, seconds: float) -> None: ...
-
-
-class BaseStorage:
-    """Methods in which storages are alike: those of an object store, unless a subclass overrides them."""
-
-    url: str
-    renames = False
-
-    def open(self, key: str) -> Reader:
-        raise NotImplementedError
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        with closing(self.open(key)) as reader:
-            reader.read_ranges([(offset, memoryview(buffer).cast("B"))])
-
-    def make_dir(self, key: str) -> None:
-        """Do nothing: a directory is there while a key lies below it."""
-
-    def sync_dir(self, key: str) -> None:
-        """Do nothing: acknowledged writes last."""
-
-    def rename(self, source: str, target: str) -> None:
-        raise OSError(f"{self.url}: cannot rename {source} to {target}: an object store has no rename")
-
-    def discard_unfinished(self, key: str) -> None:
-        """Do nothing: unfinished files lie among the others, and go with them, or are dropped by the store's rules."""
-
     def set_time(self, key: str, seconds: float) -> None:
-        """Do nothing: times belong to the store."""
+        """Set when it was last modified, unless times belong to the store."""
+
+    def without_links(self) -> Storage | None:
+        """Return the directory of its root by a path without links; None if there is no such path."""
+        return None
 
 
-class ReadOnlyStorage(BaseStorage):
+class ReadOnlyStorage(Storage):
     """A storage of which every change raises the OSError (EROFS) of `refuse`."""
 
     def refuse(self, key: str) -> NoReturn:
@@ -244,135 +342,6 @@ def completed(writer: Writer) -> Iterator[None]:
         raise
 
 
-@runtime_checkable
-class Swapping(Protocol):
-    """A storage that can exchange two names atomically."""
-
-    def swap(self, one: str, other: str) -> bool:
-        """Exchange the names of two files or directories atomically; False if that is impossible."""
-
-
-@runtime_checkable
-class Syncing(Protocol):
-    """A storage that can leave its syncs out."""
-
-    def without_syncs(self) -> Storage:
-        """Return the same storage; what it writes is seen by all at once, but may be lost with the power."""
-
-
-def without_syncs(storage: Storage) -> Storage:
-    """Return the storage for notes to processes that live, which are worth nothing once the power is gone."""
-    return storage.without_syncs() if isinstance(storage, Syncing) else storage
-
-
-@runtime_checkable
-class Unseeing(Protocol):
-    """A storage in which each look at a file takes a request."""
-
-    def open_unseen(self, key: str) -> Reader:
-        """Open a file without a look at it: its first read decides which version it reads, or that there is none."""
-
-
-def open_unseen(storage: Storage, key: str) -> Reader:
-    """Open a file for many reads, all of which are compared with known digests; it may only be missed when read."""
-    return storage.open_unseen(key) if isinstance(storage, Unseeing) else storage.open(key)
-
-
-class Version(NamedTuple):
-    """The identity of a key's current file: its bytes, and a mark that no other file of the key has."""
-
-    nbytes: int
-    mark: str
-
-
-@runtime_checkable
-class Duplicating(Protocol):
-    """A storage that can make a second file with the bytes of one, without moving them."""
-
-    def version(self, key: str) -> Version:
-        """Return a file's version; it changes when the file is replaced or written to."""
-
-    def duplicate(self, source: str, version: Version, target: str) -> bool:
-        """Give the free key ``target`` the bytes of ``source``, if it still has ``version``, without moving them.
-
-        The new file is complete, and as durable as after `Writer.close`. Either may then be removed or replaced without
-        changing the other.
-
-        Returns False if that is impossible; then, and after an OSError, ``target`` is unchanged.
-        """
-
-
-@runtime_checkable
-class Sharing(Protocol):
-    """A storage in which a file can have two names."""
-
-    def share(self, source: str, target: str) -> bool:
-        """Give a file a second name, making directories on the way: what is written to one is in both.
-
-        Returns False if that is impossible, as for a link or a FIFO, or if ``target`` exists.
-        """
-
-
-def share(storage: Storage, source: str, target: str) -> bool:
-    """Give a file a second name; False if the storage is not `Sharing`, or cannot."""
-    return isinstance(storage, Sharing) and storage.share(source, target)
-
-
-class ListedFile(NamedTuple):
-    """A file as a listing shows it: bytes, a mark that no other content of the key has, and the time of the change."""
-
-    nbytes: int
-    mark: str
-    time: float
-
-
-@runtime_checkable
-class Surveying(Protocol):
-    """A storage that can list many directories in one request."""
-
-    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
-        """Return the names directly in each of these directories of the root, with None for a directory.
-
-        Of names further below, the store may show only the part up to ``delimiter``, once. Directories of which this
-        would take many requests are left out, and so are all if the store cannot do it.
-        """
-
-    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
-        """Return all of a file that a survey showed; raise FileNotFoundError if the key has another one by now."""
-
-
-@runtime_checkable
-class Confirming(Protocol):
-    """A storage that can remove exactly the files that existed before a last check."""
-
-    def remove_if(self, key: str, confirm: Callable[[], bool]) -> bool:
-        """Remove a file or a whole directory in its state before ``confirm`` is called, if that returns True.
-
-        Anything that comes under these keys later stays, however long this process stands still.
-        """
-
-
-def remove_if(storage: Storage, key: str, confirm: Callable[[], bool]) -> bool:
-    """Remove a file or a whole directory if ``confirm`` returns True; return its answer. Absent is fine.
-
-    Only a `Confirming` storage keeps files that come between the answer and the removal.
-    """
-    if isinstance(storage, Confirming):
-        return storage.remove_if(key, confirm)
-    if not confirm():
-        return False
-    storage.remove(key)
-    return True
-
-
-@runtime_checkable
-class Mounted(Protocol):
-    """A storage that knows whether its root may be unmounted."""
-
-    may_be_unmounted: bool
-    """True if its root may lead to another directory from one moment to the next, without an error."""
-
-
 _CANNOT_RENAME = {errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EMFILE, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of mounted object stores when a directory with files is renamed; EMFILE is gcsfuse's."""
 
@@ -396,46 +365,6 @@ def can_rename(storage: Storage, key: str) -> bool:
             storage.remove(source)
             storage.remove(target)
     return True
-
-
-def is_mounted(storage: Storage) -> bool:
-    """Return whether the storage's root may be unmounted."""
-    return isinstance(storage, Mounted) and storage.may_be_unmounted
-
-
-@runtime_checkable
-class Linked(Protocol):
-    """A storage whose root is a path that may have links in it."""
-
-    def without_links(self) -> Storage | None:
-        """Return the directory of its root by a path without links; None if there is no such path."""
-
-
-def without_links(storage: Storage) -> Storage | None:
-    """Return a `Linked` storage's directory by a path without links; None for any other storage."""
-    return storage.without_links() if isinstance(storage, Linked) else None
-
-
-@runtime_checkable
-class Emptying(Protocol):
-    """A storage in which a directory stays when the last file in it is gone."""
-
-    def drop_empty(self, key: str) -> None:
-        """Remove a directory that nothing is in. Raises OSError, also if there is none."""
-
-
-def drop_empty(storage: Storage, key: str) -> None:
-    """Remove an empty directory of an `Emptying` storage; nothing for any other storage."""
-    if isinstance(storage, Emptying):
-        storage.drop_empty(key)
-
-
-@runtime_checkable
-class Reserving(Protocol):
-    """A storage whose disk may be full, so that it is worth reserving space for a small file."""
-
-    def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
-        """Write a small file whole, with the space and the name of the file ``reserve``, which is then gone."""
 
 
 @runtime_checkable
@@ -463,19 +392,6 @@ class PerHost(Protocol):
 def here(storage: Storage) -> Storage:
     """Return the part of the storage on this host; all of it, if it is not `PerHost`."""
     return storage.own if isinstance(storage, PerHost) else storage
-
-
-@runtime_checkable
-class Scattered(Protocol):
-    """A storage that may lose single files."""
-
-    may_lack_files: bool
-    """True if files may be lost while others of their tag are there: they lie on disks of several hosts."""
-
-
-def may_lack_files(storage: Storage) -> bool:
-    """Return whether the storage may lose single files."""
-    return isinstance(storage, Scattered) and storage.may_lack_files
 
 
 @runtime_checkable

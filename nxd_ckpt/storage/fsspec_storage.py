@@ -31,7 +31,6 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.suggestions import closest
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import (
-    BaseStorage,
     DirEntry,
     Range,
     Reader,
@@ -49,7 +48,7 @@ from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
 class FsspecReader:
     def __init__(self, storage: FsspecStorage, key: str) -> None:
         self._storage, self._key = storage, key
-        self._version, self._size = storage.version(key)
+        self._version, self._size = storage.file_version(key)
 
     def read_ranges(self, ranges: Sequence[Range]) -> None:
         for run in runs(ranges):
@@ -61,7 +60,7 @@ class FsspecReader:
                 raise OSError(f"{self._storage.url}/{self._key}: shorter than when it was opened")
             for offset, buffer in run.ranges:
                 buffer[:] = data[offset - run.begin : offset - run.begin + len(buffer)]
-        if self._storage.version(self._key)[0] != self._version:
+        if self._storage.file_version(self._key)[0] != self._version:
             raise OSError(f"{self._storage.url}/{self._key}: replaced by another file while it was being read")
 
     def close(self) -> None:
@@ -237,7 +236,7 @@ def _without_values(text: str, options: Mapping[str, Any]) -> str:
     return text
 
 
-class FsspecStorage(BaseStorage):
+class FsspecStorage(Storage):
     """The directory ``root`` of the file system ``fs`` as a storage."""
 
     concurrency = 16
@@ -269,7 +268,7 @@ class FsspecStorage(BaseStorage):
         with self.doing(key):
             return bytes(self.fs.cat_file(self.path(key), start=begin, end=end))
 
-    def version(self, key: str) -> tuple[str, int]:
+    def file_version(self, key: str) -> tuple[str, int]:
         """Return a mark that changes with the file, and its size in bytes."""
         with self.doing(key):
             self.fs.invalidate_cache()
@@ -453,7 +452,7 @@ class HttpStorage(ReadOnlyStorage, FsspecStorage):
             )
         return data[begin:end]
 
-    def version(self, key: str) -> tuple[str, int]:
+    def file_version(self, key: str) -> tuple[str, int]:
         info = self._info(key)
         return repr([info.get(header) for header in ("ETag", "Last-Modified", "size")]), self._size(key, info)
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import BaseStorage, DirEntry, Reader, Version, Writer, checked_key, checked_length, completed
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Version, Writer, checked_key, checked_length, completed
 from nxd_ckpt.storage.local_files import (
     LocalReader,
     LocalWriter,
@@ -31,11 +31,12 @@ from nxd_ckpt.storage.system import exchange, naming, sync_path
 ResultT = TypeVar("ResultT")
 
 
-class LocalStorage(BaseStorage):
+class LocalStorage(Storage):
     """A directory as a storage. ``durable=False`` skips every fsync: for scratch space whose loss is acceptable."""
 
     renames = True
     may_be_unmounted = True
+    duplicates = True
     read_nbytes = 512 * 2**10  # a core's cache holds it until its digest is computed: a fifth less time than 4 MiB
 
     def __init__(self, root: str | os.PathLike[str], durable: bool = True) -> None:

@@ -7,32 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import (
-    DirEntry,
-    Reader,
-    Storage,
-    Writer,
-    drop_empty,
-    is_mounted,
-    may_lack_files,
-    share,
-    without_links,
-)
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
 
 T = TypeVar("T")
 
 
-class StorageWrapper:
+class StorageWrapper(Storage):
     """A storage that passes every operation on to ``inner`` through `around`, which subclasses override."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.url, self.renames = inner.url, inner.renames
         self.concurrency, self.read_nbytes = inner.concurrency, inner.read_nbytes
-        self.may_lack_files, self.may_be_unmounted = may_lack_files(inner), is_mounted(inner)
+        self.may_lack_files, self.may_be_unmounted = inner.may_lack_files, inner.may_be_unmounted
 
     def without_links(self) -> Storage | None:
-        return without_links(self.inner)
+        return self.inner.without_links()
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         """Return the result of the method ``name``, called for ``key``; ``operation`` calls it on ``inner``."""
@@ -81,13 +71,13 @@ class StorageWrapper:
         self.around("rename", f"{source} -> {target}", lambda: self.inner.rename(source, target))
 
     def share(self, source: str, target: str) -> bool:
-        return self.around("share", f"{source} -> {target}", lambda: share(self.inner, source, target))
+        return self.around("share", f"{source} -> {target}", lambda: self.inner.share(source, target))
 
     def remove(self, key: str) -> None:
         self.around("remove", key, lambda: self.inner.remove(key))
 
     def drop_empty(self, key: str) -> None:
-        self.around("drop_empty", key, lambda: drop_empty(self.inner, key))
+        self.around("drop_empty", key, lambda: self.inner.drop_empty(key))
 
     def discard_unfinished(self, key: str) -> None:
         self.around("discard_unfinished", key, lambda: self.inner.discard_unfinished(key))

@@ -33,7 +33,7 @@ from nxd_ckpt.formats.tensors import (
 )
 from nxd_ckpt.formats.unpickle import Leaf
 from nxd_ckpt.formats.zip_directory import TAIL, remembering
-from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, open_unseen, pread_of
+from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, pread_of
 
 
 class IndexHints(Protocol):
@@ -153,7 +153,7 @@ class TagFiles:
         if kept is not None:
             return MemoryReader(kept, self.where(file))
         if file in self._recorded:
-            return open_unseen(self.storage, self.key(file))
+            return self.storage.open_unseen(self.key(file))
         return self.storage.open(self.key(file))
 
     def key(self, file: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, ListedFile, Storage, Surveying
+from nxd_ckpt.storage.base import DirEntry, ListedFile, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
 from nxd_ckpt.tag.range_reader import in_parallel
 
@@ -26,7 +26,7 @@ def surveyed(storage: Storage) -> Storage:
     A file that is replaced later counts as missing. What is asked of directories below those of the root is asked of
     the storage itself.
     """
-    if storage.renames or not isinstance(storage, Surveying):
+    if storage.renames or not storage.surveys:
         return storage
     top = storage.list()
     folders = [entry.name for entry in top if entry.is_dir and entry.name[0] != "."]
@@ -83,7 +83,7 @@ class SurveyedStorage(StorageWrapper):
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         file = self._file(key)
-        if file is None or not isinstance(self.inner, Surveying):
+        if file is None:
             return self.inner.read(key, limit)
         return self.inner.read_listed(key, file.mark, limit)
 

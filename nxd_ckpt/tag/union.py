@@ -13,7 +13,7 @@ from nxd_ckpt.core.manifest import FileEntry, Manifest, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartLost, TagReplaced
-from nxd_ckpt.storage.base import Replicated, Storage, may_lack_files
+from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.wrapper import LayeredStorage
 from nxd_ckpt.tag.choosing import choose
@@ -269,7 +269,7 @@ def _complete_source(storages: Sequence[Storage], copy: Copy) -> Source:
     A file that its storage lost comes from another place. Raises PartLost.
     """
     storage, single = storages[copy.place], Source(copy.tag, [copy.place])
-    if not may_lack_files(storage):
+    if not storage.may_lack_files:
         return single
     copies = copies_of_save(storages, copy.place, copy.tag)
     if copies is None:  # NxD's; or damage, which opening it names

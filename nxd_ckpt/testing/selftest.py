@@ -34,7 +34,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.examine.selftest import UNUSABLE, CheckResult, checks_for, merged
 from nxd_ckpt.live.torch_xla import compile_count, sync, to_cpu
-from nxd_ckpt.storage.base import Storage, Swapping, completed
+from nxd_ckpt.storage.base import Storage, completed
 from nxd_ckpt.storage.urls import is_url, join, local_path, open_storage
 from nxd_ckpt.tag.listing import list_checkpoints
 from nxd_ckpt.testing import selftest_jobs as jobs
@@ -323,7 +323,7 @@ def _alone(storage: Storage) -> dict[str, bool]:
         facts["renames"] = storage.renames and storage.read("renamed/file") == data and not storage.is_dir("folder")
     except OSError:
         facts["renames"] = False
-    if facts["renames"] and isinstance(storage, Swapping):
+    if facts["renames"]:
         storage.write("other/file", b"other")
         facts["swaps"] = storage.swap("renamed", "other") and storage.read("renamed/file") == b"other"
     for name in ("folder", "renamed", "other"):

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -23,19 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.storage.base import (
-    BaseStorage,
-    DirEntry,
-    Duplicating,
-    ListedFile,
-    MemoryReader,
-    Reader,
-    Storage,
-    Swapping,
-    Version,
-    Writer,
-    checked_length,
-)
+from nxd_ckpt.storage.base import DirEntry, ListedFile, MemoryReader, Reader, Storage, Version, Writer, checked_length
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
 
@@ -52,7 +39,7 @@ class _Store:
 _stores: dict[str, _Store] = {}
 
 
-class MemoryStorage(BaseStorage):
+class MemoryStorage(Storage):
     """Keys in memory, shared by all storages of the same ``name`` in this process; without a name, a new store.
 
     By default it is an object store, as awkward as the contract allows, so that code which works here works elsewhere:
@@ -60,6 +47,8 @@ class MemoryStorage(BaseStorage):
     times are whole seconds. ``renames=True`` makes it a file system: empty directories, renames, and times that can be
     set.
     """
+
+    duplicates = surveys = True
 
     def __init__(self, name: str | None = None, renames: bool = False) -> None:
         self.name = name if name is not None else uuid.uuid4().hex[:12]
@@ -301,7 +290,7 @@ class HookedStorage(StorageWrapper):
 
     def __init__(self, inner: Storage, hook: Hook) -> None:
         super().__init__(inner)
-        self.hook = hook
+        self.hook, self.duplicates = hook, inner.duplicates
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         self.hook(Operation(name, key))
@@ -323,17 +312,15 @@ class HookedStorage(StorageWrapper):
 
     def swap(self, one: str, other: str) -> bool:
         self.hook(Operation("swap", f"{one} <-> {other}"))
-        return isinstance(self.inner, Swapping) and self.inner.swap(one, other)
+        return self.inner.swap(one, other)
 
     def version(self, key: str) -> Version:
         self.hook(Operation("version", key))
-        if not isinstance(self.inner, Duplicating):
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), key)
         return self.inner.version(key)
 
     def duplicate(self, source: str, version: Version, target: str) -> bool:
         self.hook(Operation("duplicate", f"{source} -> {target}", version.nbytes))
-        return isinstance(self.inner, Duplicating) and self.inner.duplicate(source, version, target)
+        return self.inner.duplicate(source, version, target)
 
 
 class _HookedReader:

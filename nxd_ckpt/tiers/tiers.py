@@ -14,7 +14,7 @@ from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
-from nxd_ckpt.storage.base import Storage, may_lack_files
+from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, copy_by_pieces
@@ -142,7 +142,7 @@ class Tiers:
 
         def look() -> bool:
             has_tag = any(info.complete for storage in self.storages for info in settled_tags(storage))
-            if has_tag and may_lack_files(self.first):
+            if has_tag and self.first.may_lack_files:
                 of_latest(True, lambda: choose_nearest(self.storages, None))
             return has_tag
 

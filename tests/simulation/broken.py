@@ -350,7 +350,7 @@ BREAKS = [
         "`done` not removed first", "store",
         {
             _PUBLICATION: (
-                '        remove_if(storage, f"{self.tag}/{DONE}", session.confirm)\n        remove_all',
+                '        storage.remove_if(f"{self.tag}/{DONE}", session.confirm)\n        remove_all',
                 "        remove_all",
             )
         },
@@ -467,7 +467,7 @@ BREAKS += [
         "Files of others not moved to the new tag", "every state",
         {
             _JOURNAL: ("            _bring_guests(replacement, attempt)\n            _forget", "            _forget"),
-            _GUESTS: ("if base.share(storage, ", "if False and base.share(storage, "),
+            _GUESTS: ("if storage.share(", "if False and storage.share("),
         },
         _has_guests,
     ),
@@ -475,7 +475,7 @@ BREAKS += [
         "Files of others not moved by a recovery", "every state",
         {
             _JOURNAL: ("        _bring_guests(replacement, attempt)\n    except", "    except"),
-            _GUESTS: ("if base.share(storage, ", "if False and base.share(storage, "),
+            _GUESTS: ("if storage.share(", "if False and storage.share("),
         },
         _has_guests,
     ),
@@ -483,7 +483,7 @@ BREAKS += [
         "Moves of files of others not synced", "every state",
         {
             _GUESTS: ("        storage.sync_dir(folder)\n\n\ndef _move", "        pass\n\n\ndef _move"),
-            "nxd_ckpt/storage/base.py": ("    return isinstance(storage, Sharing) and ", "    return False and "),
+            "tests/simulation/world/disk_storage.py": ("    def share(self,", "    def _share(self,"),
         },
         _has_guests,
     ),
@@ -549,7 +549,7 @@ BREAKS += [
             _LEASE: (
                 "    if _repaired(storage, lease) == lease:\n        with suppress(OSError):\n"
                 "            storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's\n"
-                "        remove_if(storage, LEASE, lambda: read(storage) == lease)\n",
+                "        storage.remove_if(LEASE, lambda: read(storage) == lease)\n",
                 "    storage.remove(LEASE)\n",
             )
         },
@@ -710,7 +710,7 @@ BREAKS += [
     ),
     Break(
         "Failed exchange that happened is not reversed", "a lost reply",
-        {_REPLACEMENT: ("if isinstance(storage, Swapping) and self.is_there(self.finished):", "if False:")},
+        {_REPLACEMENT: ("if self.is_there(self.finished) and storage.swap(self.finished, self.target):", "if False:")},
     ),
 ]
 

@@ -26,7 +26,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK, FileEntry
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse
-from nxd_ckpt.storage.base import BaseStorage, DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
 from nxd_ckpt.storage.hosts.directory import Names, OwnDirectory, top_of
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, copy_nothing
@@ -173,7 +173,7 @@ class Hosts(NamedTuple):
     replicas: Sequence[int] = ()
 
 
-class HostsStorage(BaseStorage):
+class HostsStorage(Storage):
     """Keys on the disks of all hosts; ``own`` is the directory on this one. Safe for threads.
 
     It must be joined to the others with `join` before it is used.

@@ -21,12 +21,12 @@ from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import (
     HOLE,
-    BaseStorage,
     ByteRun,
     DirEntry,
     ListedFile,
     Range,
     Reader,
+    Storage,
     Version,
     Writer,
     checked_length,
@@ -195,11 +195,12 @@ def open_s3(url: str, options: Mapping[str, Any]) -> S3Storage:
     return S3Storage(Bucket(bucket, prefix.strip("/"), S3Options.of(options, f"s3://{bucket}")))
 
 
-class S3Storage(BaseStorage):
+class S3Storage(Storage):
     """A bucket's prefix as a storage. Safe for threads; may be pickled, with its options, and used after a fork."""
 
     concurrency = 16
     read_nbytes = 16 * 2**20
+    duplicates = surveys = True
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.url = bucket, bucket.url

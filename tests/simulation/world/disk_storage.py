@@ -13,7 +13,7 @@ from threading import RLock
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry, Reader, Version, Writer, checked_key, checked_length
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Version, Writer, checked_key, checked_length
 from tests.simulation.world.disk import Disk, File, Folder, Unanswered
 
 Turn = Callable[[str, str], None]
@@ -23,11 +23,11 @@ raises is what fails, and while it waits, others run."""
 _checked = lru_cache(8192)(partial(checked_key, where="disk:"))
 
 
-class DiskStorage:
+class DiskStorage(Storage):
     """Keys below the root of ``disk``, as one process sees them. ``swaps``: whether the file system can exchange names.
     """
 
-    renames = True
+    renames = duplicates = True
     concurrency = 2
     read_nbytes = CRC_BLOCK
     _path = staticmethod(_checked)
