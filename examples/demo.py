@@ -36,7 +36,7 @@ from demo_job import FSDP2, NXD, RANKS, Job, RunFailed, kill_during_save, step_o
 from global_tensors import ReplicasDiffer
 
 import nxd_ckpt
-from nxd_ckpt.convert import copy_checkpoint
+from nxd_ckpt import copy_checkpoint
 
 SIZES = nxd_ckpt.Topology(dp=2, tp=2)
 OTHER_SIZES = nxd_ckpt.Topology(dp=4, tp=1)

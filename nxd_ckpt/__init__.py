@@ -16,6 +16,8 @@
 ``Best``, ``Within``
 ``Tier``                      one of the places that checkpoints go to, for ``tiers=``
 ``remove_checkpoint``         removes tags by name, even while saving; `nxd_ckpt.prune` has it too
+``convert``                   any checkpoint in any form and size; ``unshard_checkpoint``: one of them
+``copy_checkpoint``           one tag, as it is, in another place
 ``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it
 ``ResumeProbe``               whether a run that was just loaded is what was saved
 ``checkpoint_statistics``     every tensor of a tag in a few numbers: norm, mean, zeros, NaN
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint, get_checkpoint_metadata, load_keys, open_checkpoint
     from nxd_ckpt.checkpointer import Checkpointer
     from nxd_ckpt.commit.tier import Tier
+    from nxd_ckpt.conversion.cp import copy_checkpoint
+    from nxd_ckpt.conversion.unshard import UnshardStrategy
+    from nxd_ckpt.converting import convert, unshard_checkpoint
     from nxd_ckpt.core.partition import Partition, Section
     from nxd_ckpt.core.retention import Best, Every, Last, Within
     from nxd_ckpt.core.topology import Topology
@@ -82,12 +87,15 @@ __all__ = [
     "Section",
     "Tier",
     "Topology",
+    "UnshardStrategy",
     "Within",
     "__version__",
     "capture_data_position",
     "capture_random_state",
     "checkpoint_statistics",
     "close_checkpointers",
+    "convert",
+    "copy_checkpoint",
     "diff_checkpoints",
     "errors",
     "examine_checkpoint",
@@ -104,6 +112,7 @@ __all__ = [
     "restore_random_state",
     "save_checkpoint",
     "uninstall",
+    "unshard_checkpoint",
 ]
 
 # Imported at first use, so that `nxd-ckpt --help` does not wait for torch.
@@ -122,11 +131,14 @@ _MODULE_OF = {
     "Section": "core.partition",
     "Tier": "commit.tier",
     "Topology": "core.topology",
+    "UnshardStrategy": "conversion.unshard",
     "Within": "core.retention",
     "capture_data_position": "live.data_position",
     "capture_random_state": "live.data_position",
     "checkpoint_statistics": "examine.statistics",
     "close_checkpointers": "api",
+    "convert": "converting",
+    "copy_checkpoint": "conversion.cp",
     "diff_checkpoints": "examine.diff",
     "examine_checkpoint": "examine.doctor",
     "finalize_checkpoint": "api",
@@ -142,6 +154,7 @@ _MODULE_OF = {
     "restore_random_state": "live.data_position",
     "save_checkpoint": "api",
     "uninstall": "drop_in.install",
+    "unshard_checkpoint": "converting",
 }
 
 

@@ -146,7 +146,7 @@ def load_checkpoint(
     are None are not loaded, and empty dicts are filled.
 
     Args:
-        path: the directory or URL; also one tag, or a file or directory of another program (``docs/layouts.md``).
+        path: the directory or URL; also one tag, or a file or directory of another program (``docs/convert.md``).
         tag: the checkpoint's name, or its step, an int; None takes the latest complete one.
         model: a module or NxD model, of any sizes; or a dict.
         optimizer: an optimizer of the same parameters; or a dict.

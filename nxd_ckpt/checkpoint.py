@@ -238,7 +238,7 @@ def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[Ope
     """Open a checkpoint for reading. The keywords are the fields of `nxd_ckpt.options.execution.OpenOptions`.
 
     Args:
-        path: a directory or URL; also one tag, or a file or directory of another program (``docs/layouts.md``).
+        path: a directory or URL; also one tag, or a file or directory of another program (``docs/convert.md``).
         tag: one of its tags; None takes the latest complete one.
 
     Raises:

@@ -16,9 +16,9 @@ from nxd_ckpt.core.torchtitan_names import Release
 from nxd_ckpt.live.ignoring import IgnoreKeys
 from nxd_ckpt.load.options import Verify
 from nxd_ckpt.options.checkpointer_options import Notice, OnFailure
+from nxd_ckpt.options.conversion import Form, NamesOf, OptimizerForm, Strategy, StrategyName
 from nxd_ckpt.options.execution import Names, SavedNames
-from nxd_ckpt.options.hugging_face import Dtype, Form, MappingSpec
-from nxd_ckpt.options.tags import OptimizerForm, Strategy, StrategyName
+from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 Size = int | str
@@ -37,6 +37,20 @@ CheckpointerKeywords = TypedDict("CheckpointerKeywords", {
     "preemption_grace": Seconds, "every": Count | None, "every_minutes": Minutes | None,
     "final_save": Callable[[int], object] | None,
 }, total=False)
+ConvertKeywords = TypedDict("ConvertKeywords", {
+    "to": Form | None, "names": NamesOf | None, "dp": Count | None, "tp": Count | None, "pp": Count | None,
+    "ep": Count | None, "stages": Names | None, "virtual_pp": Count, "use_xser": bool | None, "optimizer": bool | None,
+    "optimizer_form": OptimizerForm | None, "optim_only": bool, "model_key": str | None, "optim_key": str | None,
+    "flatten_optimizer_state": bool, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
+    "prefix": str, "key_mapping": Mapping[str, str] | None, "kv_size_multiplier": Count | None,
+    "hardware": Hardware | None, "pad_attn_heads": bool, "dtype": Dtype | None, "qkv_linear": bool, "fuse_qkv": bool,
+    "coalesce_qkv": bool, "split_gate_up": bool, "tokenizer": StrPath | None, "master_weights": bool,
+    "presharded": bool, "model": str | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy,
+    "size_per_shard": ShardSize, "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None,
+    "all_ranks": bool, "timeout": Seconds, "num_workers": Count, "overwrite": bool, "dry_run": bool,
+    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "progress": bool,
+}, total=False)
 CopyKeywords = TypedDict("CopyKeywords", {
     "hard_links": bool, "num_workers": Count, "max_bytes_per_second": Size | None, "timeout": Seconds,
     "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
@@ -44,29 +58,6 @@ CopyKeywords = TypedDict("CopyKeywords", {
 }, total=False)
 DirectoryKeywords = TypedDict("DirectoryKeywords", {
     "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
-}, total=False)
-ExportKeywords = TypedDict("ExportKeywords", {
-    "tokenizer": StrPath | None, "size_per_shard": ShardSize, "master_weights": bool, "optimizer": bool,
-    "saved_param_names": SavedNames | None, "presharded": bool, "tp": Count, "model": str | None,
-    "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
-    "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str, "key_mapping": Mapping[str, str] | None,
-    "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
-}, total=False)
-FromDcpKeywords = TypedDict("FromDcpKeywords", {
-    "optimizer": OptimizerForm | None, "partitions": Mapping[str, Partition] | None, "model_key": str, "optim_key": str,
-    "dp": Count, "tp": Count, "pp": Count, "ep": Count, "stages": Names | None, "use_xser": bool, "num_workers": Count,
-    "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
-}, total=False)
-ImportKeywords = TypedDict("ImportKeywords", {
-    "virtual_pp": Count, "qkv_linear": bool, "fuse_qkv": bool, "coalesce_qkv": bool, "split_gate_up": bool,
-    "model_key": str, "config": StrPath | None, "mapping": MappingSpec, "kv_size_multiplier": Count,
-    "hardware": Hardware, "pad_attn_heads": bool, "dtype": Dtype | None, "prefix": str,
-    "key_mapping": Mapping[str, str] | None, "dp": Count, "tp": Count, "pp": Count, "ep": Count, "stages": Names | None,
-    "use_xser": bool, "num_workers": Count, "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool,
-    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
 }, total=False)
 InstallKeywords = TypedDict("InstallKeywords", {
     "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": NumKept, "zero1_optimizer": bool,
@@ -105,32 +96,13 @@ LoadKeywords = TypedDict("LoadKeywords", {
     "load_weights_only": bool, "strict_model_weights": bool | None, "tag_values": TagValues | None,
     "prove": bool | None, "fallback": bool, "pre_download": bool, "work_dir": StrPath | None,
 }, total=False)
-MigrateKeywords = TypedDict("MigrateKeywords", {
-    "to": Form, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
-    "kv_size_multiplier": Count | None, "hardware": Hardware | None, "model_only": bool, "dtype": Dtype | None,
-    "size_per_shard": ShardSize, "saved_param_names": SavedNames | None, "prefix": str,
-    "key_mapping": Mapping[str, str] | None, "overwrite": bool, "dry_run": bool,
-    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
-}, total=False)
 OpenKeywords = TypedDict("OpenKeywords", {
     "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "trust_pickle": bool,
     "storage_options": StorageOptions | None,
 }, total=False)
-PackKeywords = TypedDict("PackKeywords", {
-    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
-}, total=False)
 PruneKeywords = TypedDict("PruneKeywords", {
     "dry_run": bool, "verify": bool | None, "pinned_only": bool, "storage_options": StorageOptions | None,
     "timeout": Seconds, "progress": bool,
-}, total=False)
-ReshardKeywords = TypedDict("ReshardKeywords", {
-    "dp": Count | None, "tp": Count | None, "pp": Count | None, "ep": Count | None,
-    "partitions": Mapping[str, Partition] | None, "stages": Names | None, "saved_param_names": SavedNames | None,
-    "use_xser": bool | None, "num_workers": Count, "all_ranks": bool, "timeout": Seconds, "overwrite": bool,
-    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
 }, total=False)
 SaveCheckpointKeywords = TypedDict("SaveCheckpointKeywords", {
     "param_names": Sequence[Sequence[str]] | None, "partitions": Mapping[str, Partition] | None, "trust_pickle": bool,
@@ -147,21 +119,9 @@ SaveKeywords = TypedDict("SaveKeywords", {
     "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "files": Mapping[str, str] | None,
     "max_bytes_per_second": Size | None, "dedup": bool,
 }, total=False)
-ToDcpKeywords = TypedDict("ToDcpKeywords", {
-    "flatten_optimizer_state": bool, "partitions": Mapping[str, Partition] | None,
-    "saved_param_names": SavedNames | None, "model_key": str, "optim_key": str, "overwrite": bool, "dry_run": bool,
-    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
-}, total=False)
 UnshardKeywords = TypedDict("UnshardKeywords", {
-    "optim": bool | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy,
-    "size_per_shard": ShardSize, "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None,
-    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
-}, total=False)
-Zero1Keywords = TypedDict("Zero1Keywords", {
-    "convert_to_full": bool, "convert_to_sharded": bool, "dp_size": Count | None, "optim_only": bool,
-    "num_workers": Count, "all_ranks": bool, "timeout": Seconds, "overwrite": bool, "dry_run": bool,
-    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
+    "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy, "size_per_shard": ShardSize,
+    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "overwrite": bool,
+    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,
 }, total=False)

@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SCRIPT = """
 import nxd_ckpt
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import convert
 
 def steps(directory: str) -> int:
     checkpoint = nxd_ckpt.open_checkpoint(directory, 300)
     reveal_type(checkpoint.tag)
     content = nxd_ckpt.load_checkpoint(directory)
-    return int(content["steps"]) + export_checkpoint(directory, "hf").files
+    return int(content["steps"]) + len(convert(directory, "hf", to="hf").files)
 
 nxd_ckpt.save_checkpoint("run", tag=3.5)
 """

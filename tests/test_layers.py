@@ -21,8 +21,8 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 ORDER = (
     *("surroundings", "errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live"),
     *("coordination", "tag", "reshard", "commit", "hugging_face", "save", "load", "keywords", "output", "torch_dcp"),
-    *("conversion", "migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune", "convert", "verify"),
-    *("adapters", "dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
+    *("conversion", "migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune", "converting"),
+    *("verify", "adapters", "dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
 )
 LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}
 
@@ -193,7 +193,7 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
     [
         ("nxd_ckpt.core.reads", "from nxd_ckpt.core.box import Box\nimport nxd_ckpt.errors"),
         ("nxd_ckpt.core.reads", "from . import box\nfrom ..errors import ShapeMismatch"),
-        ("nxd_ckpt.cli", "from nxd_ckpt import api, convert, errors"),
+        ("nxd_ckpt.cli", "from nxd_ckpt import api, converting, errors"),
         ("nxd_ckpt", "from nxd_ckpt.api import save_checkpoint"),
         ("nxd_ckpt.load.loading", "from nxd_ckpt.tag.opened import OpenTag"),
         ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt.output.source import open_source"),

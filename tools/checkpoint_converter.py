@@ -1,8 +1,8 @@
 """NxD's ``checkpoint_converter.py`` on top of nxd_ckpt; runs from a checkout, without installation.
 
 ``python tools/checkpoint_converter.py --convert_from_full_state --input_dir llama-hf --output_dir run/step_0 --tp_size
-8 --qkv_linear True`` is ``nxd-ckpt import``; other modes are ``nxd-ckpt export`` and ``nxd-ckpt reshard``. Unlike NxD's
-it streams, never runs what a pickle holds, and takes ``False`` for false.
+8 --qkv_linear True`` is ``nxd-ckpt convert --to tag --names nxd``; other modes are other forms. Unlike NxD's it
+streams, never runs what a pickle holds, and takes ``False`` for false.
 
 ``--nxdt_yaml_config`` needs PyYAML, ``--hf_model_name`` huggingface_hub, which takes a token from the environment
 (HF_TOKEN) or from ``huggingface-cli login``.
@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from nxd_ckpt import convert
 from nxd_ckpt.cli.main import flags_of, message_of
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, reshard
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(args: argparse.Namespace, scratch: Path) -> None:
-    names: dict[str, Any] = {
+    model: dict[str, Any] = {
         "kv_size_multiplier": args.kv_size_multiplier,
         "hardware": args.hardware,
         "pad_attn_heads": args.pad_attn_heads,
@@ -111,12 +111,12 @@ def _convert(args: argparse.Namespace, scratch: Path) -> None:
     }
     if args.nxdt_yaml_config is not None:
         config = _with_yaml(args.nxdt_yaml_config, args.config)
-        names["config"] = scratch / "config.json"
-        names["config"].write_text(json.dumps(config))
+        model["config"] = scratch / "config.json"
+        model["config"].write_text(json.dumps(config))
         # NxD Training does not name the architecture, and has these two.
-        names["mapping"] = None if "model_type" in config else "mixtral" if "num_local_experts" in config else "llama"
+        model["mapping"] = None if "model_type" in config else "mixtral" if "num_local_experts" in config else "llama"
     if args.model_style == "megatron":
-        names["mapping"] = "megatron_llama"
+        model["mapping"] = "megatron_llama"
     if args.mode == "convert_from_full_state":
         if args.hardware == "trn2" and args.kv_size_multiplier > 1:
             print(
@@ -124,9 +124,11 @@ def _convert(args: argparse.Namespace, scratch: Path) -> None:
                 "which jobs and this tool read; NxD's own converter takes them for other heads",
                 file=sys.stderr,
             )
-        import_checkpoint(
+        convert(
             args.input_dir or _downloaded(args.hf_model_name),
             args.output_dir,
+            to="tag",
+            names="nxd",
             dp=args.ep_size,
             tp=args.tp_size,
             pp=args.pp_size,
@@ -139,13 +141,19 @@ def _convert(args: argparse.Namespace, scratch: Path) -> None:
             model_key=args.model_key,
             overwrite=args.overwrite,
             progress=True,
-            **names,
+            **model,
         )
     elif args.mode == "convert_to_full_state":
-        export_checkpoint(_tag(args.input_dir), args.output_dir, overwrite=args.overwrite, progress=True, **names)
+        convert(_tag(args.input_dir), args.output_dir, to="hf", overwrite=args.overwrite, progress=True, **model)
     else:
-        to_xser = args.mode == "convert_to_xser"
-        reshard(_tag(args.input_dir), args.output_dir, use_xser=to_xser, overwrite=args.overwrite, progress=True)
+        convert(
+            _tag(args.input_dir),
+            args.output_dir,
+            to="tag",
+            use_xser=args.mode == "convert_to_xser",
+            overwrite=args.overwrite,
+            progress=True,
+        )
 
 
 def _with_yaml(path: str, config: str | None) -> dict[str, Any]:

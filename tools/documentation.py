@@ -37,7 +37,6 @@ OUTSIDE = {
 """The page of everything in the repository that is linked to and is no page of docs/."""
 REFERENCE = {
     "nxd_ckpt": "Saving and loading",
-    "nxd_ckpt.convert": "Conversions",
     "nxd_ckpt.verify": "Verifying",
     "nxd_ckpt.prune": "Removing and pinning",
     "nxd_ckpt.dcp": "As torch DCP",

@@ -16,19 +16,19 @@ from nxd_ckpt.cli.main import parsers
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, is_own, is_own_folder
 
 _NAME = "nxd_convert_zero_checkpoints"
-_COMMAND = "convert-zero1"
+_COMMAND = "convert"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``nxd-ckpt convert-zero1`` with NxD's command line, and return the exit code.
+    """Run ``nxd-ckpt convert`` with NxD's command line, and return the exit code.
 
     As with NxD, flags may be abbreviated, flags that nobody knows are ignored (with a warning), an existing output is
-    replaced, and ``--convert_to_full`` takes no heed of ``--dp_size``. Flags of ``nxd-ckpt convert-zero1`` are known.
+    replaced, and ``--convert_to_full`` takes no heed of ``--dp_size``. Flags of ``nxd-ckpt convert`` are known.
     """
     parser = argparse.ArgumentParser(
         prog=_NAME,
         description="Unshard a ZeRO-1 optimizer, or shard it again for another data-parallel size: the command of "
-        "neuronx-distributed, done by nxd-ckpt convert-zero1, whose flags it takes too. Replaces an existing output.",
+        "neuronx-distributed, done by nxd-ckpt convert, whose flags it takes too. Replaces an existing output.",
     )
     parser.add_argument("--input_dir", required=True, help="a tag's directory or URL, or what a converter wrote")
     parser.add_argument("--output_dir", required=True, help="the tag that is made: a directory or URL")
@@ -38,14 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     mode.add_argument("--convert_to_full", action="store_true", help="unshard")
     mode.add_argument("--convert_to_sharded", action="store_true", help="shard for --dp_size ranks")
     nxds, others = parser.parse_known_args(argv)
-    words = ["--input_dir", nxds.input_dir, "--output_dir", nxds.output_dir, "--num_workers", str(nxds.num_workers)]
-    words += ["--overwrite", "--convert_to_full" if nxds.convert_to_full else "--convert_to_sharded"]
+    words = [nxds.input_dir, nxds.output_dir, "--to", "tag", "--num-workers", str(nxds.num_workers), "--overwrite"]
+    words += ["--optimizer-form", "zero1_full" if nxds.convert_to_full else "zero1"]
     ignored = parsers()[1][_COMMAND].parse_known_args([*words, *others])[1]
     known = _without(others, ignored)
+    if nxds.convert_to_sharded and nxds.dp_size is None:
+        parser.error("--convert_to_sharded needs --dp_size, the new data-parallel size")
     if nxds.dp_size is not None and nxds.convert_to_full:
         ignored = [*ignored, "--dp_size", str(nxds.dp_size)]
     elif nxds.dp_size is not None:
-        words += ["--dp_size", str(nxds.dp_size)]
+        words += ["--dp", str(nxds.dp_size)]
     if ignored:
         print(f"{_NAME}: ignored, as by NxD: {text.printable(' '.join(ignored))}", file=sys.stderr)
     return _run_in_place_of_nxds(Path(nxds.output_dir), [_COMMAND, *words, *known])

@@ -27,16 +27,9 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
     "look - say what is there": (LIST, INSPECT, WATCH, DIFF, REPORT),
     "prove - look for damage, and for a resume that would go wrong": (VERIFY, DOCTOR, SELFTEST),
     "keep - decide which checkpoints stay": (PIN, UNPIN, PRUNE, RM),
-    "move - bring a checkpoint to another place as it is": (writers.CP, writers.PACK),
-    "convert - write a checkpoint again, for other sizes or other programs": (
-        writers.RESHARD,
-        writers.CONVERT_ZERO1,
-        writers.EXPORT,
-        writers.IMPORT,
-        writers.MIGRATE,
-        writers.TO_DCP,
-        writers.FROM_DCP,
-        writers.UNSHARD,
+    "write - bring a checkpoint to another place as it is, or write it in another form": (
+        writers.CP,
+        writers.CONVERT,
     ),
 }
 COMMANDS: tuple[Command, ...] = tuple(command for commands in GROUPS.values() for command in commands)

@@ -41,7 +41,7 @@ from nxd_ckpt.storage.system import tell_room
 logger = logging.getLogger("nxd_ckpt")
 
 
-def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> Converted:
+def write_tag(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> Converted:
     """Run the job that ``prepare(process, processes)`` returns, alone or together with ``execution.all_ranks``.
 
     Raises CheckpointError on every process; then the directory is as before.
@@ -57,7 +57,9 @@ def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> 
             reports_progress = agreement.rank == 0
             planned = agreement.gather(nbytes)
             whole = decided_by_rank0(agreement, lambda: sum(planned or ()))
-            done = Converted(job.source.path, job.target.path, job.topology.sizes, whole)
+            done = Converted(
+                *(job.source.root.path, job.target.path, "tag", job.source.writer.value, whole, job.topology.sizes)
+            )
             if execution.dry_run:
                 return done
             with (
@@ -72,7 +74,7 @@ def convert(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -> 
                     tell_room(error, session.storage.url, nbytes)
                     raise
             if reports_progress:
-                report("converted", f"{job.source.path} to {job.target.path}", workers.written, started)
+                report("converted", f"{job.source.root.path} to {job.target.path}", workers.written, started)
             return done
 
 
@@ -198,8 +200,8 @@ class _Attempt:
             return session.is_gone(rank % session.topology.world_size)  # the process that writes it
 
         votes = self._votes.collect(job.topology.world_size, session.timeout, gone=gone)
-        if job.save is not None:  # it was made from a tag
-            copy_guests(job.source.open(), job.source.name, self._storage, self._publication.folder)
+        if job.source.is_tag:
+            copy_guests(job.source.place.open(), job.source.place.name, self._storage, self._publication.folder)
         request = Commit(self._publication, job.parts, versions=versions(), metrics=job.metrics)
         try:
             commit(session, job.topology, votes, request)

@@ -1,4 +1,4 @@
-"""``export_checkpoint``: the model of a tag as a Hugging Face directory."""
+"""Form "hf": the model of a tag as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from typing_extensions import Unpack
 
+from nxd_ckpt.conversion.job import Converted, ConvertedTensor
 from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core import document
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
@@ -27,7 +26,6 @@ from nxd_ckpt.errors import (
     PartNotFound,
     TopologyMismatch,
     UnsupportedState,
-    as_checkpoint_errors,
 )
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, cast_dtype, dtype_name
@@ -39,12 +37,11 @@ from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
-from nxd_ckpt.keywords import ExportKeywords
 from nxd_ckpt.live.model_names import CONFIG, is_adapter
 from nxd_ckpt.load.attempt import OneModelTag, RenamedTag, unwrapped
-from nxd_ckpt.options.hugging_face import ExportOptions
+from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.output.locations import Location, locate_any, locate_apart
+from nxd_ckpt.output.locations import Location, locate_apart
 from nxd_ckpt.output.model_files import (
     ModelFile,
     WeightFile,
@@ -57,7 +54,7 @@ from nxd_ckpt.output.model_files import (
     with_dtype,
 )
 from nxd_ckpt.output.output import Output
-from nxd_ckpt.output.source import open_any
+from nxd_ckpt.output.source import Source
 from nxd_ckpt.save.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
@@ -159,76 +156,25 @@ def _pairs(mapped: MappedTag) -> Iterator[Matched[str]]:
             yield Matched(tensor.source.name, tensor.source.name, ((0, first), (0, other)))
 
 
-@dataclass(frozen=True)
-class ExportedTensor:
-    """A Hugging Face tensor, and the tensor ``source`` of the tag that holds it, of whole shape ``source_shape``."""
+def to_hf(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
+    """Make ``dst``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    source: str
-    source_shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Export:
-    """The result of an export, or of a dry run.
-
-    Attributes:
-        source: path of the tag.
-        target: path of the Hugging Face directory.
-        mapping: the mapping's name.
-        tensors: tensors of the target, the optimizer's after the model's.
-        unknown: names in the tag that no rule maps, each with the closest rules. Empty unless nothing was written.
-        missing: tensors that the model should have but the tag lacks. Empty unless nothing was written.
-        files: weight files and their bytes.
-        copied: other files that are copied, from ``config=`` and ``tokenizer=``.
-    """
-
-    source: str
-    target: str
-    mapping: str
-    tensors: tuple[ExportedTensor, ...]
-    unknown: Mapping[str, tuple[str, ...]]
-    missing: tuple[str, ...]
-    files: Mapping[str, int]
-    copied: tuple[str, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weight files."""
-        return sum(self.files.values())
-
-
-@as_checkpoint_errors()
-@takes(ExportOptions)
-def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywords]) -> Export:
-    """Make ``out``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
-
-    The tag may be of nxd_ckpt or NxD, of any sizes. It is only read, and its digests are verified; the directory
-    appears when all of it is written. Extra memory: below 200 MiB, for models of any size. Keywords are the fields of
-    `nxd_ckpt.options.hugging_face.ExportOptions`.
-
-    Args:
-        tag: a tag's directory or URL.
-        out: directory or URL of the result.
+    With ``optimizer`` the optimizer's state is beside the model, without a cast: ``optimizer.safetensors`` (or shards),
+    with tensors ``NAME/exp_avg`` and so on, and optimizer.json with param groups, steps and all other values. An
+    adapter becomes PEFT's files.
 
     Raises:
-        KeyMismatch: no rule maps a name (with the closest rules), or the tag lacks tensors.
+        KeyMismatch: no rule maps a name (with the closest rules), or the tag lacks tensors. Not in a dry run.
         ShapeMismatch, TopologyMismatch: tensors or sizes do not fit this config.json and mapping, or copies of
             key-value heads differ.
         DtypeMismatch: a value does not fit into ``dtype``.
-        InvalidArgument: invalid arguments, or ``out`` may not be replaced.
         PartNotFound, OptimizerMismatch: the optimizer was not saved, or its parameters have no names.
         UnsupportedState, IncompatibleState: the optimizer has state of another kind, or ranks differ in it.
-        CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
-        CorruptCheckpoint: its files are damaged, or from two saves.
     """
     started = time.monotonic()
-    chosen = options_of(ExportOptions, options)
 
     def prepare(converted: bool = False) -> _Job:
-        return _prepared(tag, out, chosen, converted)
+        return _prepared(source, dst, chosen, converted)
 
     with joint_agreement(chosen.all_ranks, chosen.timeout) as agreement:
         job = on_all(agreement, prepare)
@@ -237,21 +183,20 @@ def export_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[ExportKeywor
         if chosen.dry_run:
             return on_all(agreement, job.summary)
         by_converter = partial(prepare, converted=True)
-        if chosen.kv_size_multiplier > 1 and decided_by_rank0(
+        if job.mapped.sizes.kv_size_multiplier > 1 and decided_by_rank0(
             agreement, lambda: are_converted(job.opened, job.mapped, lambda: by_converter().mapped)
         ):
             job = on_all(agreement, by_converter)
         output = on_all(agreement, lambda: _ready(job, chosen.overwrite, chosen.durable))
         _write(job, output, agreement, chosen.progress)
         if agreement.rank == 0:
-            report("exported", f"{job.source.path} to {job.target.path}", job.summary().nbytes, started)
+            report("converted", f"{source.root.path} to {job.target.path}", job.summary().nbytes, started)
         return job.summary()
 
 
-def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool) -> _Job:
+def _prepared(source: Source, dst: StrPath, chosen: ConvertOptions, converted: bool) -> _Job:
     """Plan the export; with ``converted``, key-value heads are in the order of NxD's converter."""
-    source = locate_any(tag, chosen.storage_options)
-    target = locate_apart(out, source, chosen.written_with)
+    target = locate_apart(dst, source.place, chosen.written_with)
     files = [] if chosen.config is None else read_config(os.fspath(chosen.config), chosen.storage_options)
     config = text_config(config_in(files))
     mapping = find_mapping(chosen.mapping, config)
@@ -262,8 +207,8 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
     if chosen.tokenizer is not None:
         others = read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
         files = list({file.name: file for file in (*others, *files)}.values())
-    sizes = mapping.sizes(config, chosen.kv_size_multiplier, chosen.hardware)
-    opened = open_any(source)
+    sizes = mapping.sizes(config, chosen.kv_size_multiplier or 1, chosen.hardware or "trn1")
+    opened = source.open()
     opened.refuse_per_rank("model")
     names = chosen.saved_param_names
     with opened.guarded():
@@ -283,7 +228,7 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
         ranks = None
         if chosen.presharded:
             terms = HuggingFaceTerms(mapping, sizes, names, dtype=chosen.dtype, optimizer=chosen.master_weights)
-            ranks = presharded(HuggingFaceTag(opened, terms), config, chosen.tp)
+            ranks = presharded(HuggingFaceTag(opened, terms), config, chosen.tp or 1)
     size = chosen.size_per_shard
     return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, ranks, chosen.dtype, size, renaming)
 
@@ -292,7 +237,7 @@ def _prepared(tag: StrPath, out: StrPath, chosen: ExportOptions, converted: bool
 class _Job:
     """One export, in each of its processes. ``size`` is that of a weight file, in bytes."""
 
-    source: Location
+    source: Source
     target: Location
     opened: OpenTag
     mapping: ModelMapping
@@ -353,20 +298,25 @@ class _Job:
             self.optimizer.require_all()
         _ = self.weight_files  # raises here if they cannot be planned
 
-    def summary(self) -> Export:
+    def summary(self) -> Converted:
         tensors = tuple(
-            ExportedTensor(form.name, form.dtype, form.shape, tensor.source_name, tensor.source.shape)
+            ConvertedTensor(form.name, form.dtype, form.shape, (tensor.source_name,), tensor.source.shape)
             for form, tensor in zip([*self._forms, *self._state], self.tensors.values(), strict=True)
         )
-        return Export(
-            self.source.path,
+        files = {file.name: file.image.nbytes for file in self.weight_files}
+        copied = {file.name: len(file.content) for file in self.files} if self._is_whole else {}
+        return Converted(
+            self.source.root.path,
             self.target.path,
-            self.mapping.name,
-            tensors,
-            {name: tuple(self.mapping.closest(name)) for name in self.mapped.unknown},
-            tuple(self.mapped.missing),
-            {file.name: file.image.nbytes for file in self.weight_files},
-            tuple(file.name for file in self.files) if self._is_whole else (),
+            "hf",
+            self.source.writer.value,
+            sum(files.values()),
+            files=files | copied,
+            mapping=self.mapping.name,
+            step=None if self.optimizer is None else self.optimizer.steps,
+            tensors=tensors,
+            unknown={name: tuple(self.mapping.closest(name)) for name in self.mapped.unknown},
+            missing=tuple(self.mapped.missing),
         )
 
     @property

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-from nxd_ckpt.conversion.job import DcpTarget, HuggingFaceTarget, Job
+from nxd_ckpt.conversion.job import HuggingFaceTarget, Job
 from nxd_ckpt.core import names
-from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, TensorEntry
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DigestMismatch, UnsupportedState
@@ -26,15 +25,12 @@ from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.load.attempt import unwrapped
 from nxd_ckpt.output.locations import Location
-from nxd_ckpt.output.source import open_any
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.transfer import Progress, StoredFile, copy, link_or_copy
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
-from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
 
 
@@ -209,25 +205,18 @@ def open_as_tag(place: Location, what: ImportTarget) -> tuple[OpenTag, ImportedM
 
 def open_input(job: Job, storage: Storage) -> Input:
     """Open the input of ``job``, whose result is written to ``storage``."""
-    if isinstance(job.what, ImportTarget):
-        return _Directory(open_imported(job.source, job.what), job.what)
-    if isinstance(job.what, DcpTarget):
-        return _Anew(open_dcp(job.source, job.what.names), job.what)
-    if isinstance(job.what, HuggingFaceTarget) and job.what.terms is not None:
-        what = job.what.imported
-        opened = open_any(job.source) if what is None else open_as_tag(job.source, what)[0]
+    what, source = job.what, job.source
+    if isinstance(what, ImportTarget):
+        return _Directory(open_imported(source.place, what), what)
+    if isinstance(what, HuggingFaceTarget) and what.terms is not None:
+        opened = source.open() if what.imported is None else open_as_tag(source.place, what.imported)[0]
         opened.require_save(job.save)
         with opened.guarded():
-            opened = unwrapped(opened, job.what.terms.mapping)
-        return _Anew(HuggingFaceTag(opened, job.what.terms), job.what)
-    return _Tag(job, job.what, storage)
-
-
-def open_dcp(place: Location, names: DcpNames) -> OpenTag:
-    """Open a directory of torch DCP or torch_checkpointing as a tag of one rank. Raises the errors of opening it."""
-    storage = place.open()
-    files = TagFiles(storage, place.name)
-    return OpenTag(storage, place.name, DcpDirectory(files, entries_of(files), names), None)
+            opened = unwrapped(opened, what.terms.mapping)
+        return _Anew(HuggingFaceTag(opened, what.terms), what)
+    opened = source.open()
+    opened.require_save(job.save)
+    return _Tag(job, opened, what, storage) if source.is_tag else _Anew(opened, what)
 
 
 class _Verified:
@@ -244,9 +233,8 @@ class _Verified:
 
 
 class _Tag(_Verified):
-    def __init__(self, job: Job, target: Target, storage: Storage) -> None:
-        super().__init__(open_complete_tag(job.source.open(), job.source.name))
-        self._opened.require_save(job.save)
+    def __init__(self, job: Job, opened: OpenTag, target: Target, storage: Storage) -> None:
+        super().__init__(opened)
         self._target, self._positions = target, job.positions
         self.pass_files = FilePassthrough(job, self._opened, storage).pass_files
 

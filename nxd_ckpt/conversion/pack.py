@@ -1,4 +1,4 @@
-"""``pack_checkpoint``: a whole tag as one tar file, readable without unpacking, or compressed."""
+"""Form "tar": a whole tag as one tar file, readable without unpacking, or compressed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from typing_extensions import Unpack
-
+from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.core import names
-from nxd_ckpt.core.option_classes import options_of, takes
-from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
-from nxd_ckpt.keywords import PackKeywords
-from nxd_ckpt.options.tags import PackOptions
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.cp_files import TagFile, files_to_copy, verify
-from nxd_ckpt.output.locations import locate_apart, locate_input
+from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.output import Output
-from nxd_ckpt.output.source import open_source
+from nxd_ckpt.output.source import Source, open_source
 from nxd_ckpt.storage.archive.storage import END, MEMBER_LIST, dump_members
 from nxd_ckpt.storage.archive.unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
@@ -90,64 +87,50 @@ _PAGE = 4096
 """Members' bytes begin at a multiple of this, so that they can be written and read with direct IO, like files."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The result of packing: ``files`` of the tag, in an archive of ``nbytes`` bytes."""
+def to_tar(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
+    """Make ``dst``, a tar file with the unchanged files of a tag.
 
-    source: str
-    target: str
-    files: int
-    nbytes: int
-
-
-@as_checkpoint_errors()
-@takes(PackOptions)
-def pack_checkpoint(tag: StrPath, out: StrPath, **options: Unpack[PackKeywords]) -> Packed:
-    """Make ``out``, a tar file with the unchanged files of a tag, of nxd_ckpt or NxD, from and to a directory or URL.
-
-    ``load_checkpoint``, ``open_checkpoint`` and every conversion accept the archive like a checkpoint directory, and
-    read only the ranges that they need; a compressed one is first unpacked to the system's temporary directory. Any tar
-    unpacks it. Every file is verified, files of NxD by the digests in them; the archive appears when it is complete.
-    The manifest and indexes come first, ``done`` last; the same tag gives the same bytes. Extra memory: 16 MiB, about
-    100 MiB with zstd. A compressed archive for a store goes through the system's temporary directory. Keywords are the
-    fields of `nxd_ckpt.options.tags.PackOptions`.
-
-    Args:
-        tag: a tag's directory or URL.
-        out: path or URL of the archive; its name ends in ``.tar``, ``.tar.gz``, ``.tgz``, ``.tar.bz2``, ``.tar.xz``,
-            ``.tar.lzma``, or ``.tar.zst`` (which needs zstandard).
+    Everything that reads a checkpoint takes the archive like a checkpoint directory, and reads only the ranges that it
+    needs; a compressed one is first unpacked to the system's temporary directory. Any tar unpacks it. Every file is
+    verified, files of NxD by the digests in them. The manifest and indexes come first, ``done`` last; the same tag
+    gives the same bytes. Extra memory: 16 MiB, about 100 MiB with zstd. A compressed archive for a store goes through
+    the system's temporary directory.
 
     Raises:
-        InvalidArgument: ``out`` may not be written, or zstandard is missing.
-        CheckpointNotFound: no such tag, or an incomplete one.
-        CorruptCheckpoint: a file changed since it was saved; nothing appears.
+        UnsupportedState: the source is no tag.
+        InvalidArgument: the archive's name has another end, or zstandard is missing.
         TagReplaced: the tag was removed, or saved again, while it was packed; nothing appears.
     """
-    chosen = options_of(PackOptions, options)
     started = time.monotonic()
-    source = locate_input(tag, chosen.storage_options)
-    target = locate_apart(out, source, chosen.written_with)
+    if not source.is_tag:
+        raise UnsupportedState(
+            f"{source.root.path} was written by {source.writer.value}: an archive holds the files of a tag as they "
+            "are; convert it to a tag first, then that to an archive"
+        )
+    target = locate_apart(dst, source.place, chosen.written_with)
     if not target.name.endswith(ARCHIVES):
         raise InvalidArgument(f"output {target.path}: expected a name that ends in {' or '.join(ARCHIVES)}")
     compression_of(target.name)
     output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=None)
-    opened = open_source(source)
+    opened = open_source(source.place)
     with opened.guarded():
         members = list(_members(opened))
     head = _list_of(opened.tag, members)
     members = [replace(member, at=member.at + len(head)) for member in members]
     nbytes = members[-1].end + END
+    files = {member.file.name: member.file.nbytes for member in members}
+    done = Converted(source.root.path, target.path, "tar", source.writer.value, nbytes, files=files)
     if chosen.dry_run:
-        return Packed(source.path, target.path, len(members), nbytes)
+        return done
     written = Counter()
     with (
         output.writing(nbytes),
         opened.guarded(verified=True),
-        watched("pack", nbytes, lambda: written.nbytes, chosen.progress),
+        watched("convert", nbytes, lambda: written.nbytes, chosen.progress),
     ):
         _write(opened, head, members, nbytes, output, written)
-    report("packed", f"{source.path} as {target.path}", nbytes, started)
-    return Packed(source.path, target.path, len(members), output.storage.size(target.name))
+    report("packed", f"{source.root.path} as {target.path}", nbytes, started)
+    return replace(done, nbytes=output.storage.size(target.name))
 
 
 @dataclass(frozen=True)

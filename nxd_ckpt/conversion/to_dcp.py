@@ -1,4 +1,4 @@
-"""``to_dcp`` and ``from_dcp``: a tag as a torch DCP directory, and a torch DCP directory as a tag.
+"""Form "dcp": a torch DCP directory.
 
 Every entry of a directory is a ``torch.save`` file. A large tensor has its own, as with ``single_file_per_rank=False``
 of torch's writer. Values and small tensors share files.
@@ -11,32 +11,22 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from typing_extensions import Unpack
-
-from nxd_ckpt.conversion.conversion import convert
-from nxd_ckpt.conversion.inputs import open_dcp
-from nxd_ckpt.conversion.job import Converted, DcpTarget, Job
+from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.core.dcp_names import DcpChunk
-from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.option_classes import options_of, takes
-from nxd_ckpt.errors import PartNotFound, TopologyMismatch, as_checkpoint_errors
+from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.gc_paused import gc_paused
-from nxd_ckpt.keywords import FromDcpKeywords, ToDcpKeywords
-from nxd_ckpt.options.execution import OutputOptions
-from nxd_ckpt.options.tags import FromDcpOptions, ToDcpOptions
+from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.output.locations import Location, locate_apart, locate_existing, locate_input, locate_output
+from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.output import TORCH_DCP, Output
-from nxd_ckpt.output.source import open_source
+from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.dcp_state import DcpState
-from nxd_ckpt.reshard.resharding import refuse_unknown
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
@@ -100,31 +90,18 @@ def _file(key: str, entries: Sequence[_Entry]) -> PlannedFile:
     return PlannedFile(key, image, tensors, chunks=chunks)
 
 
-@as_checkpoint_errors()
-@takes(ToDcpOptions)
-def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords]) -> Converted:
-    """Make ``dcp_directory``, a torch DCP directory, from a tag.
+def to_dcp(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
+    """Make the torch DCP directory ``dst``, under the source's own names.
 
-    ``torch.distributed.checkpoint.load`` and OLMo-core's ``load_model_and_optim_state`` read it. The tag may be of
-    nxd_ckpt or NxD, of any sizes. All contents except rank content are converted bit for bit, with whole tensors. The
-    tag is only read, and its digests are verified; the directory appears when all of it is written. Extra memory: about
-    100 MiB, for models of any size. Keywords are the fields of `nxd_ckpt.options.tags.ToDcpOptions`.
-
-    Args:
-        tag: a tag's directory or URL.
-        dcp_directory: directory or URL of the result.
+    ``torch.distributed.checkpoint.load`` and OLMo-core's ``load_model_and_optim_state`` read it. All contents except
+    rank content are converted bit for bit, with whole tensors.
 
     Raises:
         TopologyMismatch, OptimizerMismatch: a tensor's cut is not known.
-        PartNotFound: the tag holds neither model nor optimizer, or lost files.
-        InvalidArgument: ``dcp_directory`` may not be replaced.
-        CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
-        CorruptCheckpoint: its files are damaged, or from two saves.
+        PartNotFound: neither model nor optimizer, or files were lost.
     """
-    chosen = options_of(ToDcpOptions, options)
-    source = locate_input(tag, chosen.storage_options)
-    target = locate_apart(dcp_directory, source, chosen.written_with)
-    opened = open_source(source)
+    target = locate_apart(dst, source.place, chosen.written_with)
+    opened = source.open()
     opened.refuse_per_rank("model", "optim", "scheduler")
     with opened.guarded():
         state = _state(opened, chosen)
@@ -132,13 +109,13 @@ def to_dcp(tag: StrPath, dcp_directory: StrPath, **options: Unpack[ToDcpKeywords
     return write_dcp(state, output, source, chosen)
 
 
-def write_dcp(state: DcpState, output: Output, source: Location, chosen: OutputOptions) -> Converted:
+def write_dcp(state: DcpState, output: Output, source: Source, chosen: ConvertOptions) -> Converted:
     """Write ``state`` as ``output``. Errors of reading its tensors pass."""
     started, opened = time.monotonic(), state.opened
     with opened.guarded(), gc_paused():
         files = plan_files(state)
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
-    done = Converted(source.path, output.place.path, None, nbytes)
+    done = Converted(source.root.path, output.place.path, chosen.to or "dcp", source.writer.value, nbytes)
     if chosen.dry_run:
         return done
     written = Counter()
@@ -151,17 +128,17 @@ def write_dcp(state: DcpState, output: Output, source: Location, chosen: OutputO
         ):
             [writer] = write_images(reader, output.storage, output.folder, [files], written.add)
         output.write(METADATA, dump_metadata(writer.chunks()))
-    report("converted", f"{source.path} to {output.place.path}", nbytes, started)
+    report("converted", f"{source.root.path} to {output.place.path}", nbytes, started)
     return done
 
 
-def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
+def _state(opened: OpenTag, chosen: ConvertOptions) -> DcpState:
     """Return the tag as DCP's state dict, and warn of parts for which DCP has no names."""
     if not opened.parts.model and opened.parts.optimizer is None:
         raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to convert")
     cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
     whole = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
-    state = DcpState(whole, chosen.names)
+    state = DcpState(whole, chosen.keys)
     if state.unknown:
         raise TopologyMismatch(
             f"{opened.where}: the cut of {', '.join(state.unknown[:5])} over ranks is not known; pass partitions= with "
@@ -172,7 +149,7 @@ def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
             "%s does not name the parameters of its optimizer, so their states are called %s.state.#0 and so on, which "
             "no optimizer loads; pass saved_param_names=",
             opened.where,
-            chosen.optim_key,
+            chosen.keys.optim,
         )
     if whole.general_state:
         logger.warning(
@@ -181,70 +158,3 @@ def _state(opened: OpenTag, chosen: ToDcpOptions) -> DcpState:
             ", ".join(whole.general_state),
         )
     return state
-
-
-@as_checkpoint_errors()
-@takes(FromDcpOptions)
-def from_dcp(dcp_directory: StrPath, tag: StrPath, **options: Unpack[FromDcpKeywords]) -> Converted:
-    """Make ``tag`` from a directory of ``torch.distributed.checkpoint.save`` or OLMo-core's training.
-
-    The tag is as a job of the given sizes would have saved it, bit for bit: model, optimizer with its param groups and
-    steps. The key "scheduler" becomes the scheduler, all other keys the user content. The directory is only read, as
-    plain data: no class in it is imported. The tag appears at once, when all of it is durable. Extra memory: about
-    100 MiB for each worker. Keywords are the fields of `nxd_ckpt.options.tags.FromDcpOptions`.
-
-    Args:
-        dcp_directory: directory or URL that holds ``.metadata``.
-        tag: directory or URL of the new tag.
-
-    Raises:
-        CheckpointNotFound: there is no ``.metadata``.
-        MalformedFile: a file is missing or damaged, or chunks of a tensor are.
-        UnsafePickle: the metadata or a value holds more than plain data.
-        KeyMismatch: a parameter with state is in no param group, or in several.
-        PartNotFound: neither model nor optimizer is under these keys.
-        InvalidArgument: sizes contradict each other, or ``tag`` may not be replaced.
-        TopologyMismatch: the sizes do not divide a tensor.
-    """
-    chosen = options_of(FromDcpOptions, options)
-
-    def prepare(process: int, processes: int) -> Job:
-        source = locate_existing(dcp_directory, chosen.storage_options)
-        require_directory(source.open(), source.name, "input")
-        target = locate_output(tag, source, chosen.overwrite, chosen.written_with)
-        opened = open_dcp(source, chosen.names)
-        if not opened.parts.model and opened.parts.optimizer is None:
-            raise PartNotFound(
-                f"{opened.where} holds nothing under {chosen.model_key!r} and {chosen.optim_key!r}; pass the keys of "
-                "model and optimizer in the state dict that was saved (model_key=, optim_key=)"
-            )
-        refuse_unknown(chosen.partitions or {}, opened.model_names(), opened.where)
-        what = DcpTarget(
-            chosen.topology,
-            optimizer=_optimizer_form(chosen, opened.parts),
-            use_xser=chosen.use_xser,
-            partitions=chosen.partitions,
-            stages=chosen.stages,
-            names=chosen.names,
-        )
-        return Job(source, target, what, _parts(opened, what), durable=chosen.durable, overwrite=chosen.overwrite)
-
-    return convert(prepare, chosen)
-
-
-def _optimizer_form(chosen: FromDcpOptions, parts: Parts) -> str | None:
-    if parts.optimizer is None:
-        return None
-    return chosen.optimizer or ("zero1" if parts.master_weights else "plain")
-
-
-def _parts(opened: OpenTag, what: DcpTarget) -> Parts:
-    parts = opened.parts
-    return Parts(
-        model=parts.model,
-        optimizer=what.optimizer,
-        scheduler=parts.scheduler,
-        user_content=parts.user_content,
-        use_xser=bool(what.use_xser),
-        master_weights=parts.master_weights and what.optimizer == "zero1",
-    )

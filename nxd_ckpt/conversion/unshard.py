@@ -1,4 +1,4 @@
-"""``unshard_checkpoint``: model and optimizer of a tag as plain files of whole tensors by name.
+"""Form "files": model and optimizer as plain files of whole tensors by name.
 
 Names and contents of the files are those of OLMo-core's ``unshard_checkpoint``.
 """
@@ -8,32 +8,29 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, cast, get_args
 
-from typing_extensions import Unpack
-
-from nxd_ckpt.core.option_classes import Options, options_of, takes
+from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.core.units import AnySize, bytes_of
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState, as_checkpoint_errors
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.keywords import UnshardKeywords
-from nxd_ckpt.options.tags import Strategy, StrategyName, UnshardOptions
+from nxd_ckpt.options.conversion import ConvertOptions, Strategy, StrategyName
 from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.output.locations import Location, locate_apart, locate_input
+from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.model_files import WeightFile
 from nxd_ckpt.output.output import Kind, Output
-from nxd_ckpt.output.source import open_source
+from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.storage.urls import StrPath, is_url, join, local_path
+from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 
 MODEL, OPTIM = "model", "optim"
@@ -212,86 +209,42 @@ _FILES += [
 _UNSHARDED = Kind("unsharded checkpoint", tuple(_FILES))
 
 
-@dataclass(frozen=True)
-class Unsharded:
-    """The result: path (on a store, URL) of the model and of the optimizer, each a file or a directory, or None.
+def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenTag | None = None) -> Converted:
+    """Make ``dst``: plain files of whole tensors by name, of the source, or of it translated as ``opened``.
 
-    ``files`` are all files with their bytes, by name below the output. Unpacks into ``model`` and ``optim``, like
-    OLMo-core's result.
-    """
-
-    model: Any
-    optim: Any
-    files: Mapping[str, int] = field(repr=False)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.model, self.optim))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.files.values())
-
-
-@as_checkpoint_errors()
-@takes(UnshardOptions)
-def unshard_checkpoint(
-    tag_dir: StrPath,
-    output_dir: StrPath,
-    *,
-    save_overwrite: bool = False,
-    quiet: bool = False,
-    **options: Unpack[UnshardKeywords],
-) -> Unsharded:
-    """Make ``output_dir``: plain files of a tag, with whole tensors by name, in OLMo-core's layout.
-
-    The tag may be of nxd_ckpt or NxD, of any sizes. ``model.pt`` is a state dict. ``optim.pt`` has the form of torch's
-    distributed state dicts: ``{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...],
-    ...}]}``, with ``master_weights`` among a parameter's entries if the tag has them. Both load with
-    ``torch.load(weights_only=True)``. The input is only read, and its digests are verified; the directory appears when
-    all of it is written. Extra memory: about 100 MiB, for tags of any size.
-
-    With ``use_safetensors``, files are ``model.safetensors`` and ``optim.safetensors``, with names such as
-    ``state.NAME.exp_avg``, and other values (steps, param groups) are in ``optim.json``. If a part has several files,
-    they are in the directories ``model`` and ``optim``, whose ``index.json`` lists the file of each tensor.
-
-    Args:
-        tag_dir: a tag's directory or URL.
-        output_dir: directory or URL of the result.
-        save_overwrite, quiet: OLMo-core's: another name for ``overwrite``; no bar, and no line in the log.
+    ``model.pt`` is a state dict. ``optim.pt`` has the form of torch's distributed state dicts: ``{"state": {name:
+    {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [name, ...], ...}]}``, with ``master_weights`` among a
+    parameter's entries if there are any. Both load with ``torch.load(weights_only=True)``. With ``use_safetensors``,
+    files are ``model.safetensors`` and ``optim.safetensors``, with names such as ``state.NAME.exp_avg``, and other
+    values (steps, param groups) are in ``optim.json``. If a part has several files, they are in the directories
+    ``model`` and ``optim``, whose ``index.json`` lists the file of each tensor.
 
     Raises:
-        InvalidArgument: invalid arguments, or ``output_dir`` may not be replaced.
-        PartNotFound: neither model nor optimizer, or no optimizer though ``optim=True``; or a file is missing.
+        PartNotFound: neither model nor optimizer, or no optimizer though ``optimizer=True``; or a file is missing.
         TopologyMismatch, OptimizerMismatch: a tensor's cut, or its parameter's name, is not known.
         UnsupportedState: safetensors cannot hold a value.
-        CheckpointNotFound: no such tag, an incomplete one, or ranks' files are missing.
-        CorruptCheckpoint: its files are damaged, or from two saves.
     """
     started = time.monotonic()
-    chosen = options_of(UnshardOptions, options)
     strategy = _strategy(chosen.unshard_strategy, chosen.size_per_shard)
-    source = locate_input(tag_dir, chosen.storage_options)
-    target = locate_apart(output_dir, source, chosen.written_with)
-    opened = open_source(source)
+    target = locate_apart(dst, source.place, chosen.written_with)
+    opened = source.open() if opened is None else opened
     opened.refuse_per_rank("model", "optim", "scheduler")
     with opened.guarded():
         cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
         tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
-        parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened, chosen.optim)]
-    output = Output(target, overwrite=chosen.overwrite or save_overwrite, durable=chosen.durable, kind=_UNSHARDED)
+        parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened)]
+    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=_UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)
     files = {name: size for part in parts for name, size in part.sizes().items()}
-    places = {part.name: _path(target, output_dir, part.place) for part in parts}
-    done = Unsharded(places.get(MODEL), places.get(OPTIM), files)
+    paths = (source.root.path, target.path, "files", source.writer.value)
+    done = Converted(*paths, sum(files.values()), files=files)
     if chosen.dry_run:
         return done
     written = Counter()
-    shown = chosen.progress and not quiet
-    with output.writing(nbytes), opened.guarded(), watched("unshard", nbytes, lambda: written.nbytes, shown):
+    with output.writing(nbytes), opened.guarded(), watched("convert", nbytes, lambda: written.nbytes, chosen.progress):
         for part in reversed(parts):  # on a store the model, which readers look for, comes last
             part.write(output, written)
-    if not quiet:
-        report("unsharded", f"{source.path} to {target.path}", nbytes, started)
+    report("converted", f"{source.root.path} to {target.path}", nbytes, started)
     return done
 
 
@@ -347,13 +300,10 @@ def _strategy(strategy: StrategyName | Strategy, size_per_shard: int) -> Strateg
     return UnshardStrategy(cast(StrategyName, strategy.name), strategy.chunk_size_bytes)
 
 
-def _parts(opened: OpenTag, optim: bool | None) -> list[str]:
-    has_optimizer = opened.parts.optimizer is not None
-    if optim and not has_optimizer:
-        raise PartNotFound(f"{opened.where} was saved without an optimizer; pass optim=None to leave it out")
-    parts = [MODEL] * opened.parts.model + [OPTIM] * (has_optimizer and optim is not False)
+def _parts(opened: OpenTag) -> list[str]:
+    parts = [MODEL] * opened.parts.model + [OPTIM] * (opened.parts.optimizer is not None)
     if not parts:
-        raise PartNotFound(f"{opened.where} holds no model, and no optimizer to include: nothing to unshard")
+        raise PartNotFound(f"{opened.where} holds no model, and no optimizer to include: nothing to write")
     return parts
 
 
@@ -371,7 +321,3 @@ def _safetensors(file: UnshardedFile) -> PlannedFile:
     leaves = {item.name: Assembly.of(item.value) for item in file.items}
     forms = (TensorForm(name, leaf.dtype, tuple(leaf.shape)) for name, leaf in leaves.items())
     return WeightFile(file.key, tuple(forms)).planned(leaves.__getitem__)
-
-
-def _path(target: Location, output_dir: StrPath, name: str) -> StrPath:
-    return join(target.path, name) if is_url(output_dir) else Path(local_path(output_dir)) / name

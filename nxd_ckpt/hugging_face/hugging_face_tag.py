@@ -23,7 +23,6 @@ from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
-from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.tag.opened import OpenTag
@@ -120,9 +119,7 @@ class HuggingFaceTag(OpenTag):
     @property
     def steps(self) -> int | None:
         """Number of steps that the optimizer has made; None if it does not count them."""
-        state = {} if self._optimizer is None else self._optimizer.document["state"]
-        counts = [entries[STEP] for entries in state.values() if STEP in entries]
-        return int(max(counts)) if counts else None
+        return None if self._optimizer is None else self._optimizer.steps
 
     @cached_property
     def topology(self) -> Topology:

@@ -100,6 +100,12 @@ class MappedOptimizer:
         document = {"format_version": FORMAT_VERSION, "param_groups": in_order, "state": state}
         return {**document, "general": general} if general else document
 
+    @property
+    def steps(self) -> int | None:
+        """Number of steps that the optimizer has made; None if it does not count them."""
+        counts = [entries[STEP] for entries in self.document["state"].values() if STEP in entries]
+        return int(max(counts)) if counts else None
+
     def renamed(self, name: Callable[[str], str]) -> dict[str, Any]:
         """Return the document with ``name(tensor)`` for each tensor."""
         groups = [

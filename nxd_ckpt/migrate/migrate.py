@@ -1,40 +1,35 @@
-"""``migrate``: a checkpoint of training on Neuron, in a form that training on plain torch continues."""
+"""A checkpoint of any trainer in Hugging Face's names, in a form that training on plain torch continues."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from typing_extensions import Unpack
-
-from nxd_ckpt.conversion.conversion import convert
-from nxd_ckpt.conversion.export import Export, are_converted, export_checkpoint
+from nxd_ckpt.conversion.conversion import write_tag
+from nxd_ckpt.conversion.export import are_converted, to_hf
 from nxd_ckpt.conversion.job import Converted, HuggingFaceTarget, Job, metrics_of
 from nxd_ckpt.conversion.to_dcp import write_dcp
+from nxd_ckpt.conversion.unshard import to_files
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import TorchTitanNames
-from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState, as_checkpoint_errors
+from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
-from nxd_ckpt.keywords import ExportKeywords, MigrateKeywords
 from nxd_ckpt.load.attempt import RenamedTag
 from nxd_ckpt.migrate.family import completed, refuse_other_model
-from nxd_ckpt.migrate.source import Origin, find_origin
-from nxd_ckpt.options.execution import ExecutionOptions, OutputOptions
-from nxd_ckpt.options.hugging_face import MigrateOptions
-from nxd_ckpt.options.tags import ToDcpOptions
-from nxd_ckpt.output.locations import locate_any, locate_apart, locate_output, location_of, refuse_inside
+from nxd_ckpt.migrate.source import find_origin
+from nxd_ckpt.options.conversion import ConvertOptions
+from nxd_ckpt.output.locations import locate_apart, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.output.output import TORCH_DCP, Output
+from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
@@ -42,100 +37,28 @@ from nxd_ckpt.tag.foreign.recognise import Writer
 from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, text_config
 
 
-@dataclass(frozen=True)
-class Migration:
-    """The result of a migration, or of a dry run.
+class Translation:
+    """A source in the terms of Hugging Face, or of TorchTitan: for `to_hf`, or as a tag of one rank.
 
-    Attributes:
-        source: path of the source, as passed.
-        target: the new directory.
-        writer: the program that wrote the source.
-        form: form of the target.
-        mapping: the mapping's name.
-        step: number of steps of the run; None if not recorded.
-        nbytes: bytes of the target's tensors.
-        left_out: descriptions of parts of the source that the target lacks.
+    If NxD's optimizer kept master weights, they are that tag's model.
     """
 
-    source: str
-    target: str
-    writer: str
-    form: str
-    mapping: str
-    step: int | None
-    nbytes: int
-    left_out: tuple[str, ...]
+    def __init__(self, source: Source, chosen: ConvertOptions) -> None:
+        # Whether an optimizer was saved tells the order of copies of key-value heads, though it is left out.
+        self._source = source if source.optimizer else replace(source, optimizer=None)
+        self._chosen, self._origin = chosen, find_origin(self._source, chosen)
+        self._config = self._origin.config if chosen.config is None else os.fspath(chosen.config)
+        self._mapping = self._origin.mapping if chosen.mapping is None else chosen.mapping
 
-
-@as_checkpoint_errors()
-@takes(MigrateOptions)
-def migrate(src: StrPath, dst: StrPath, **options: Unpack[MigrateKeywords]) -> Migration:
-    """Make ``dst``, with which transformers, torch DCP, TorchTitan or ``load_checkpoint`` continue on plain torch.
-
-    ``src`` is recognised by its files: a tag of neuronx-distributed or nxd_ckpt, a checkpoint of
-    neuronx-distributed-training (``NAME.ckpt``), optimum-neuron (``checkpoint-N``), neuronx-nemo-megatron
-    (``mp_rank_00/NAME.ckpt``), torch-xla (``*.pth``), torch DCP, SageMaker's tiered storage, or a Hugging Face
-    directory, whose model is read as by an import. Model and optimizer get Hugging Face's names (for TorchTitan,
-    TorchTitan's), and whole tensors on one rank. If NxD's optimizer kept master weights, they become the model. An
-    adapter becomes PEFT's files. The input is only read, and its digests are verified; ``dst`` appears when all of it
-    is written. Keywords are the fields of `nxd_ckpt.options.hugging_face.MigrateOptions`.
-
-    Args:
-        src: the checkpoint's directory or file, or the URL of one.
-        dst: directory or URL of the result; for TorchTitan the directory in which ``step-N`` is made, or ``step-0`` for
-            a model without its optimizer.
-
-    Raises:
-        UnsupportedState: a layout that is recognised but not supported, a model for which the form has no names, or,
-            for TorchTitan, an optimizer without a count of steps.
-        MalformedFile: two layouts at once, or files that contradict each other.
-        CheckpointNotFound, PartNotFound: no checkpoint, or ranks' files are missing.
-        KeyMismatch: no rule maps a name, or the checkpoint lacks tensors.
-        ShapeMismatch, TopologyMismatch: tensors or sizes do not fit the config.json and mapping.
-        OptimizerMismatch: names of the optimizer's parameters cannot be derived.
-        InvalidArgument: invalid arguments, or ``dst`` may not be replaced.
-    """
-    chosen = options_of(MigrateOptions, options)
-    origin = find_origin(src, chosen)
-    # Ranks' files may be below ``src``, and the rest of the checkpoint beside them.
-    refuse_inside(locate_any(src, chosen.storage_options), location_of(dst, "output", chosen.written_with))
-    job = _Job(origin, dst, chosen)
-    if origin.writer is Writer.OPTIMUM_ADAPTER:
-        export = job.export_adapter()
-        fields = (export.target, origin.writer.value, chosen.to, export.mapping, None, export.nbytes, origin.left_out)
-        return Migration(os.fspath(src), *fields)
-    with origin.opened.guarded(), gc_paused():
-        job.check()
-    done = _WRITERS[chosen.to](job)
-    return Migration(
-        os.fspath(src),
-        done.target,
-        origin.writer.value,
-        chosen.to,
-        job.terms.mapping.name,
-        job.step,
-        done.nbytes,
-        job.left_out,
-    )
-
-
-class _Job:
-    """One migration of ``origin`` to ``dst``."""
-
-    def __init__(self, origin: Origin, dst: StrPath, chosen: MigrateOptions) -> None:
-        self._origin, self._dst, self._chosen = origin, dst, chosen
-        self._config = origin.config if chosen.config is None else os.fspath(chosen.config)
-        self._mapping = origin.mapping if chosen.mapping is None else chosen.mapping
-
-    def check(self) -> None:
-        """Raise unless all of it can be migrated."""
+    def _check(self) -> None:
+        """Raise unless all of it can be translated."""
         self._tag.require_all()
         if self._origin.imported is None:
             refuse_other_model(self._origin.opened, self.terms)
         if self._chosen.to == "torchtitan" and self.step is None and self._tag.parts.optimizer is not None:
             raise UnsupportedState(
                 f"{self._origin.place.path} has an optimizer without a count of steps, but TorchTitan continues at a "
-                "step; pass model_only= to begin at step 0, or migrate it to another form"
+                "step; pass optimizer=False to begin at step 0, or choose another form"
             )
 
     @cached_property
@@ -144,11 +67,12 @@ class _Job:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        origin, model_only = self._origin, self._chosen.model_only
-        without_rest = model_only or self._chosen.to in ("hf", "torchtitan")
+        origin, form, model_only = self._origin, self._chosen.to, self._chosen.optimizer is False
+        without_rest = model_only or form in ("hf", "torchtitan", "files")
+        has_optimizer = origin.opened.parts.optimizer is not None
         missing = {
-            "optimizer": model_only and origin.opened.parts.optimizer is not None,
-            "optimizer state that belongs to no parameter": self._tag.general,
+            "optimizer": has_optimizer and (not self._chosen.optimizer if form == "hf" else model_only),
+            "optimizer state that belongs to no parameter": form != "hf" and self._tag.general,
             "scheduler": without_rest and bool(origin.scheduler),
             "user content": without_rest and bool(origin.content),
         }
@@ -163,7 +87,7 @@ class _Job:
         names = origin.param_names if chosen.saved_param_names is None else chosen.saved_param_names
         if names is not None and isinstance(origin.opened, RenamedTag):
             names = origin.opened.live_names(names)
-        whole = not chosen.model_only
+        whole = chosen.optimizer is not False
         sizes = self._sizes(mapping, config)
         titan = TorchTitanNames(config, chosen.torchtitan_release) if chosen.to == "torchtitan" else None
         return HuggingFaceTerms(
@@ -195,7 +119,8 @@ class _Job:
             return mapping.sizes(config, copies, hardware or "trn1")
         fitting: list[Sizes] = []
         for kind in HARDWARE if hardware is None else (hardware,):
-            sizes = mapping.sizes(config, copies, kind)
+            heads_of = opened.topology.tp if self._chosen.pad_attn_heads else 1
+            sizes = replace(mapping.sizes(config, copies, kind), heads_of=heads_of)
             converted = replace(sizes, converted=True)
             by_converter = partial(MappedTag, opened, mapping, converted)
             try:
@@ -213,73 +138,92 @@ class _Job:
             f"that the job ran on: {' or '.join(HARDWARE)}"
         )
 
-    def export(self) -> Export:
-        sizes, optimizer = self.terms.sizes, self._tag.parts.optimizer is not None
-        return self._exported(
-            kv_size_multiplier=sizes.kv_size_multiplier,
-            hardware=sizes.hardware,
-            optimizer=optimizer,
-            saved_param_names=self.terms.param_names,
-        )
-
-    def export_adapter(self) -> Export:
-        if self._chosen.to != "hf":
+    def to_hf(self, dst: StrPath) -> Converted:
+        """Make the Hugging Face directory ``dst``, or of an adapter PEFT's."""
+        origin, chosen = self._origin, self._chosen
+        if origin.imported is not None:
             raise UnsupportedState(
-                f"{self._origin.place.path} is an adapter without its base model, but training needs both; migrate it "
-                "to the form hf, which peft loads onto the base"
+                f"{self._source.root.path} has Hugging Face's form already: copy it, or choose another form "
+                "(torchtitan, dcp, tag or files)"
             )
-        return self._exported(kv_size_multiplier=self._origin.kv_size_multiplier or 1)
+        facts: dict[str, Any] = {"config": self._config, "mapping": self._mapping}
+        names = origin.param_names if chosen.saved_param_names is None else chosen.saved_param_names
+        copies = chosen.kv_size_multiplier or origin.kv_size_multiplier
+        if origin.writer is not Writer.OPTIMUM_ADAPTER:
+            if self._mapping == INFERENCE or ((copies or 1) > 1 and chosen.hardware is None):
+                copies, facts["hardware"] = self.terms.sizes.kv_size_multiplier, self.terms.sizes.hardware
+            if not self._source.is_tag:
+                refuse_other_model(origin.opened, self.terms)
+        done = to_hf(self._source, dst, replace(chosen, kv_size_multiplier=copies, saved_param_names=names, **facts))
+        return replace(done, step=done.step if origin.step is None else origin.step, left_out=self.left_out)
 
-    def _exported(self, **facts: Unpack[ExportKeywords]) -> Export:
-        place = self._origin.place
-        facts |= {"config": self._config, "mapping": self._mapping}
-        options: dict[str, Any] = {name: getattr(self._chosen, name) for name in _EXPORTED}
-        return export_checkpoint(join(place.directory, place.name), self._dst, **facts, **options)
+    def to_dcp(self, dst: StrPath) -> Converted:
+        """Make the torch DCP directory ``dst``."""
+        return self._written(self.tag, self._chosen.keys, dst)
 
-    def to_dcp(self) -> Converted:
-        return self._written(self._tag, ToDcpOptions().names, self._dst)
-
-    def to_torchtitan(self) -> Converted:
+    def to_torchtitan(self, dst: StrPath) -> Converted:
+        """Make ``step-N`` in ``dst``."""
         # From step 0 TorchTitan loads only the model, from any other step everything.
-        is_model_only, step = self._tag.parts.optimizer is None, self.step or 0
+        tag = self.tag
+        is_model_only, step = tag.parts.optimizer is None, self.step or 0
         assert self.terms.torchtitan is not None
-        scheduler = self.terms.torchtitan.scheduler(step, self._tag.param_groups)
+        scheduler = self.terms.torchtitan.scheduler(step, tag.param_groups)
         train_state = {"step": step, "ntokens_seen": self._origin.tokens}
         content = None if is_model_only else {"train_state": train_state, "lr_scheduler": scheduler}
-        tag = HuggingFaceTag(self._origin.opened, replace(self.terms, scheduler=None, content=content))
-        return self._written(tag, _TORCHTITAN, join(os.fspath(self._dst), f"step-{0 if is_model_only else step}"))
+        whole = HuggingFaceTag(self._origin.opened, replace(self.terms, scheduler=None, content=content))
+        return self._written(whole, _TORCHTITAN, join(os.fspath(dst), f"step-{0 if is_model_only else step}"))
 
-    def _written(self, tag: HuggingFaceTag, names: DcpNames, dst: StrPath) -> Converted:
-        chosen, place = self._chosen, self._origin.place
-        state, target = DcpState(WholeTag(tag), names), locate_apart(dst, place, chosen.written_with)
-        output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
-        return write_dcp(state, output, place, chosen)
+    def to_files(self, dst: StrPath) -> Converted:
+        """Make plain files in ``dst``."""
+        chosen = replace(self._chosen, saved_param_names=None)
+        return self._described(to_files(self._source, dst, chosen, self.tag))
 
-    def to_tag(self) -> Converted:
-        origin, chosen = self._origin, self._chosen
+    def to_tag(self, dst: StrPath) -> Converted:
+        """Make the tag ``dst``."""
+        origin, chosen, tag = self._origin, self._chosen, self.tag
+        form = "plain" if chosen.optimizer_form is None else chosen.optimizer_form
+        optimizer = None if tag.parts.optimizer is None else form
         job = Job(
-            origin.place,
-            locate_output(self._dst, origin.place, chosen.overwrite, chosen.written_with),
-            HuggingFaceTarget(Topology(), terms=self.terms, imported=origin.imported),
-            self._tag.parts,
+            self._source,
+            locate_output(dst, self._source.place, chosen.overwrite, chosen.written_with),
+            HuggingFaceTarget(
+                chosen.topology,
+                optimizer=optimizer,
+                use_xser=bool(chosen.use_xser),
+                partitions=chosen.partitions,
+                stages=chosen.stages,
+                terms=self.terms,
+                imported=origin.imported,
+            ),
+            replace(tag.parts, optimizer=optimizer, use_xser=bool(chosen.use_xser)),
             durable=chosen.durable,
             overwrite=chosen.overwrite,
             save=origin.opened.save,
             metrics=metrics_of(origin.opened),
         )
-        execution = ExecutionOptions(dry_run=chosen.dry_run, progress=chosen.progress)
-        return convert(lambda process, processes: job, execution)
+        return self._described(write_tag(lambda process, processes: job, chosen))
 
+    @cached_property
+    def tag(self) -> HuggingFaceTag:
+        """The translated tag, all of which is there. Raises the errors of its checks."""
+        if self._origin.writer is Writer.OPTIMUM_ADAPTER:
+            raise UnsupportedState(
+                f"{self._origin.place.path} is an adapter without its base model, but training needs both; convert it "
+                "to the form hf, which peft loads onto the base"
+            )
+        with self._origin.opened.guarded(), gc_paused():
+            self._check()
+        return self._tag
 
-_EXPORTED = ("dtype", "size_per_shard", *(each.name for each in fields(OutputOptions)))
-"""Options of a migration that are an export's too."""
+    def _written(self, tag: HuggingFaceTag, names: DcpNames, dst: StrPath) -> Converted:
+        chosen = self._chosen
+        state, target = DcpState(WholeTag(tag), names), locate_apart(dst, self._source.place, chosen.written_with)
+        output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
+        return self._described(write_dcp(state, output, self._source, chosen))
+
+    def _described(self, done: Converted) -> Converted:
+        return replace(done, mapping=self.terms.mapping.name, step=self.step, left_out=self.left_out)
+
 
 _TORCHTITAN = DcpNames(model="", optim="optimizer", flat_optimizer=True, content="")
 """Names of the state dict that TorchTitan's trainer saves."""
-
-_WRITERS: Mapping[str, Callable[[_Job], Converted | Export]] = {
-    "hf": _Job.export,
-    "dcp": _Job.to_dcp,
-    "torchtitan": _Job.to_torchtitan,
-    "tag": _Job.to_tag,
-}

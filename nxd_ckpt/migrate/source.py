@@ -1,4 +1,4 @@
-"""The input of a migration: a checkpoint whose writer is recognised, and the files beside its tensors."""
+"""What a writer's files tell of a checkpoint: its mapping, its optimizer's names, its steps, and its other contents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from nxd_ckpt.conversion.importing import import_target
+from nxd_ckpt.conversion.importing import import_target, outside
 from nxd_ckpt.conversion.inputs import open_as_tag
-from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle, UnsupportedState
+from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.load.attempt import unwrapped
@@ -22,16 +21,17 @@ from nxd_ckpt.migrate.optimum_metadata import (
     refuse_other_model,
     stage_metadata,
 )
+from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.options.execution import SavedNames
-from nxd_ckpt.options.hugging_face import ImportOptions, MappingSpec, MigrateOptions
-from nxd_ckpt.output.locations import Location, locate_any
-from nxd_ckpt.output.source import open_any, refuse_mixed_ranks
+from nxd_ckpt.options.hugging_face import MappingSpec
+from nxd_ckpt.output.locations import Location
+from nxd_ckpt.output.source import Source, refuse_mixed_ranks
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names
-from nxd_ckpt.storage.urls import StrPath, directory_and_name, join
+from nxd_ckpt.storage.urls import directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
-from nxd_ckpt.tag.foreign.recognise import Writer, recognise
+from nxd_ckpt.tag.foreign.recognise import Writer
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
 from nxd_ckpt.tag.mappings import INFERENCE, NEMO, own_names
 from nxd_ckpt.tag.opened import OpenTag
@@ -44,7 +44,7 @@ _STEP = re.compile(r"step=(\d+)")
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint to be migrated.
+    """A checkpoint to be translated.
 
     Attributes:
         writer: the program that wrote it.
@@ -58,7 +58,7 @@ class Origin:
         tokens: number of tokens of the run, 0 if not recorded.
         scheduler: the scheduler's state dict, or None.
         content: other saved values, or None.
-        left_out: descriptions of parts that cannot be migrated.
+        left_out: descriptions of parts that cannot be converted.
         imported: how the tag's tensors are made of a Hugging Face directory; None for all other inputs.
     """
 
@@ -77,55 +77,48 @@ class Origin:
     imported: ImportTarget | None = None
 
 
-def find_origin(path: StrPath, chosen: MigrateOptions) -> Origin:
-    """Open the checkpoint at ``path`` and read its description.
+def find_origin(source: Source, chosen: ConvertOptions) -> Origin:
+    """Read the description of the source.
 
-    If its optimizer is migrated, the ranks' files of it are compared, and names are derived where it has none.
+    If its optimizer is converted, the ranks' files of it are compared, and names are derived where it has none.
 
     Raises:
-        InvalidArgument: ``chosen`` has options for another kind of checkpoint, or its form is that of a Hugging Face
-            directory, which the checkpoint is.
-        CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, or several.
-        MalformedFile: two layouts at once, or files that contradict each other.
-        UnsupportedState: a layout that is recognised but not supported; the message says what to do instead.
+        InvalidArgument: ``chosen`` has options for another kind of checkpoint.
+        PartNotFound, MalformedFile: files are missing, or contradict each other.
+        UnsupportedState: the message says what to do instead.
         OptimizerMismatch: names of the optimizer's parameters cannot be derived.
     """
-    optimizer, options = not chosen.model_only, chosen.storage_options
-    place = locate_any(path, options)
-    storage = place.open()
-    layout = recognise(storage, place.name)
-    beside = TagFiles(storage, layout.beside)
-    if layout.writer is Writer.HUGGING_FACE:
-        return _hugging_face(place, beside, chosen)
-    if chosen.renaming:
+    is_hf = chosen.to == "hf"
+    beside = TagFiles(source.root.open(), source.beside)
+    if source.writer is Writer.HUGGING_FACE:
+        return _hugging_face(source, beside, chosen)
+    if chosen.renaming and not is_hf:
         raise InvalidArgument(
-            f"{place.path} was written by {layout.writer.value}: leave out prefix= and key_mapping=, which are for a "
-            "Hugging Face directory"
+            f"{source.root.path} was written by {source.writer.value}: leave out prefix= and key_mapping=, which are "
+            "for a Hugging Face directory"
         )
-    describe = _DESCRIBERS.get(layout.writer)
-    if describe is None:
-        raise UnsupportedState(f"{place.path} was written by {layout.writer.value}; {_HINTS[layout.writer]}")
-    if layout.writer in (Writer.TIERED, Writer.NEMO):
-        place = Location(place.directory, layout.tag, options)
-    elif layout.tag != place.name:
-        above, _, tag = layout.tag.rpartition("/")
-        place = Location(join(place.directory, above), tag, options)
-    opened = open_any(place)
+    opened = source.open()
+    optimizer = (chosen.optimizer or chosen.master_weights) if is_hf else chosen.optimizer is not False
     with opened.guarded():
         if optimizer:
             refuse_mixed_ranks(opened, 0, 1)
         needs_names = optimizer and chosen.saved_param_names is None
-        origin = Origin(layout.writer, place, unwrapped(opened))
-        return describe(_Source(origin, TagFiles(storage, layout.tag), beside, needs_names))
+        origin = Origin(source.writer, source.place, unwrapped(opened))
+        files = TagFiles(source.place.open(), source.place.name)
+        return _DESCRIBERS[source.writer](_Source(origin, files, beside, needs_names, not is_hf))
 
 
 class _Source(NamedTuple):
-    """A tag with its ``files`` and those ``beside`` it; ``needs_names``: for the optimizer's parameters."""
+    """A tag with its ``files`` and those ``beside`` it.
+
+    ``needs_names``: for the optimizer's parameters; ``needs_rest``: scheduler and user content.
+    """
 
     origin: Origin
     files: TagFiles
     beside: TagFiles
     needs_names: bool
+    needs_rest: bool
 
     @property
     def opened(self) -> OpenTag:
@@ -135,37 +128,32 @@ class _Source(NamedTuple):
         return group_names(self.opened, stages) if self.needs_names else None
 
 
-def _hugging_face(place: Location, files: TagFiles, chosen: MigrateOptions) -> Origin:
+def _hugging_face(source: Source, files: TagFiles, chosen: ConvertOptions) -> Origin:
     """Describe a model in Hugging Face's ``files``, or in one of them, read as its import on one rank would be."""
-    if chosen.to == "hf":
-        raise InvalidArgument(
-            f"{place.path} has Hugging Face's form already; choose another form (torchtitan, dcp or tag)"
-        )
+    place = source.place
     wrong = [name for name in _OF_A_JOB if getattr(chosen, name) is not None]
     if wrong:
         raise InvalidArgument(
             f"{place.path} is a Hugging Face model, not a job's checkpoint: leave out {wrong[0]}="
         )
-    shared = ("config", "mapping", "prefix", "key_mapping", "dtype", "storage_options")
-    what = import_target(place, ImportOptions(**{name: getattr(chosen, name) for name in shared}))
+    what = import_target(place, chosen)
     opened, model = open_as_tag(place, what)
-    outside = (f"tensors {reason}: {first_of(names)}" for reason, names in model.left_out.items())
     beside = (file for file in (*_OF_THE_RUN, OPTIMIZER_DOCUMENT) if files.has(file))
     folder = place.directory if opened.storage.is_file(place.name) else join(place.directory, place.name)
     config = folder if files.has(CONFIG) else None
-    return Origin(Writer.HUGGING_FACE, place, opened, config, left_out=(*outside, *beside), imported=what)
+    return Origin(Writer.HUGGING_FACE, place, opened, config, left_out=(*outside(model), *beside), imported=what)
 
 
 def _tag(source: _Source) -> Origin:
     """Describe a tag of NxD or nxd_ckpt, which holds everything."""
     opened, parts = source.opened, source.opened.parts
+    rest = ("rank content",) * parts.rank_content
+    if not source.needs_rest:
+        lost = ("scheduler",) * parts.scheduler + ("user content",) * parts.user_content
+        return replace(source.origin, left_out=(*lost, *rest))
     content, left_out = _content(opened)
-    return replace(
-        source.origin,
-        scheduler=opened.scheduler() if parts.scheduler else None,
-        content=content,
-        left_out=(*left_out, *(["rank content"] if parts.rank_content else [])),
-    )
+    scheduler = opened.scheduler() if parts.scheduler else None
+    return replace(source.origin, scheduler=scheduler, content=content, left_out=(*left_out, *rest))
 
 
 def _lightning(source: _Source) -> Origin:
@@ -193,7 +181,7 @@ def _lightning(source: _Source) -> Origin:
 
 def _nemo(source: _Source) -> Origin:
     """Describe a checkpoint of neuronx-nemo-megatron: Lightning's dict, with a separate scheduler."""
-    described = _tag(source)
+    described = _tag(source._replace(needs_rest=True))
     content = described.content or {}
     step = content.get("global_step")
     has_zero1 = _inside(content, "hyper_parameters", "cfg").get("wrap_with_zero") is True
@@ -266,7 +254,7 @@ def _old_optimum(source: _Source) -> Origin:
     NxD's files of ranks have the dimension along which each parameter is cut; config.json and the trainer's files are
     beside them.
     """
-    described = _tag(source)
+    described = _tag(source._replace(needs_rest=True))
     files, cuts, computed = source.files, dict[str, Any](), list[str]()
     for rank in legacy.first_of_stages(files):
         content = files.tree(rank)
@@ -282,7 +270,8 @@ def _old_optimum(source: _Source) -> Origin:
 
 def _script(source: _Source) -> Origin:
     """Describe a script's own dict, saved by torch-xla or torch DCP, with the names of its own model."""
-    described, opened, writer, place = _tag(source), source.opened, source.origin.writer, source.origin.place
+    described, opened = _tag(source._replace(needs_rest=True)), source.opened
+    writer, place = source.origin.writer, source.origin.place
     if writer is Writer.TORCH_XLA and source.files.tag == source.beside.tag and is_trainers(source.beside.names()):
         described = _with_trainer(described, source.beside, join(place.directory, place.name))
     model = opened.model_tree(Coordinates()) if opened.parts.model else {}
@@ -325,18 +314,17 @@ _DESCRIBERS: Mapping[Writer, Callable[[_Source], Origin]] = {
 }
 _TORCHTITAN = "tok_embeddings.weight"
 """A name by which a state dict of TorchTitan's is told from one whose names a target may keep."""
-_UNSUPPORTED = "this layout is recognised, but not supported; docs/layouts.md lists those that are"
+_OTHER_KEYS = "pass the keys of model and optimizer (model_key=, optim_key=), and names='own'"
 _HINTS: Mapping[Writer, str] = {
-    **dict.fromkeys(Writer, _UNSUPPORTED),
     Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
-    Writer.TORCH_DCP: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
-    Writer.TORCH_CHECKPOINTING: "make a tag of it with `nxd-ckpt from-dcp`, which takes other keys",
-    Writer.TIERED: "load it with its StorageReader, save it with torch DCP, then `nxd-ckpt from-dcp` takes other keys",
+    Writer.TORCH_DCP: _OTHER_KEYS,
+    Writer.TORCH_CHECKPOINTING: _OTHER_KEYS,
+    Writer.TIERED: f"load it with its StorageReader, save it with torch DCP, then {_OTHER_KEYS}",
 }
 
 
 def _content(opened: OpenTag) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """Return the user content, and descriptions of parts that cannot be migrated."""
+    """Return the user content, and descriptions of parts that cannot be converted."""
     if not opened.parts.user_content:
         return None, ()
     try:
@@ -347,7 +335,7 @@ def _content(opened: OpenTag) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
 
 
 def _plain(files: TagFiles, file: str) -> tuple[Any, list[str]]:
-    """Return the content of a file, None without one, and descriptions of parts that cannot be migrated."""
+    """Return the content of a file, None without one, and descriptions of parts that cannot be converted."""
     if not files.has(file):
         return None, []
     try:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.option_classes import Options, option
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import Seconds
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
@@ -44,38 +43,15 @@ class OutputOptions(Options):
 
 
 @dataclass(frozen=True)
-class SharedOptions(OutputOptions):
-    """Options of work that the ranks of a job may share."""
+class ExecutionOptions(OutputOptions):
+    """Options of work that the ranks of a job, or processes of a host, may share."""
 
     all_ranks: bool = option(False, """share the work among all ranks of the job or of torchrun, each of which makes
         the same call. Without it this process works alone.""")
     timeout: Seconds = option(DEFAULT_TIMEOUT, """seconds without progress after which another rank counts as lost, or
         a time such as "10m".""")
-
-
-@dataclass(frozen=True)
-class ExecutionOptions(SharedOptions):
-    """Options of work that processes of a host may share, too."""
-
     num_workers: Count = option(1, """processes on this host. More than one import the main module again: call below
         ``if __name__ == "__main__":``.""")
-
-
-@dataclass(frozen=True)
-class NewJobOptions(ExecutionOptions):
-    """Options for a tag that is made from another form of checkpoint."""
-
-    dp: Count = option(1, "data-parallel size.")
-    tp: Count = option(1, "tensor-parallel size.")
-    pp: Count = option(1, "pipeline-parallel size.")
-    ep: Count = option(1, "expert-parallel size, which divides ``dp``.")
-    stages: Names | None = option(None, "names of each pipeline stage. Default: layers are spread evenly, in order.")
-    use_xser: bool = option(False, "write xser files.")
-
-    @property
-    def topology(self) -> Topology:
-        """Topology of these sizes. Raises InvalidArgument if they contradict each other."""
-        return Topology(self.dp, self.tp, self.pp, self.ep)
 
 
 @dataclass(frozen=True)

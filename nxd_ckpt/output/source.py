@@ -1,44 +1,110 @@
-"""The input of a conversion: one tag, checked to be complete and from one save before anything is written."""
+"""The source of a conversion: any checkpoint, checked to be complete and from one save before anything is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import starmap
 from typing import Any
 
 from nxd_ckpt.core import names
+from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.live.parameters import is_tensor
-from nxd_ckpt.output.locations import Location
+from nxd_ckpt.output.locations import Location, locate_any
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, join
+from nxd_ckpt.tag.by_path import ByPath
 from nxd_ckpt.tag.choosing import settle_swap
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.foreign.recognise import is_untagged, open_untagged
+from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
+from nxd_ckpt.tag.foreign.recognise import Writer, recognise
 from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 
 _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 
 
-def open_any(place: Location) -> OpenTag:
-    """Open a tag, or a checkpoint in a layout without tags: of NxD 0.1 to 0.5, torch-xla or torch DCP.
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of ``writer`` at ``place``. Plain data, because it is sent to worker processes.
 
-    Raises the errors of `open_source`, and of opening such a layout.
+    Attributes:
+        place: location of the tag, or of what is no tag.
+        writer: the program that wrote it.
+        beside: key of the directory with the writer's other files, in the storage of ``root``.
+        root: location of the path that was passed.
+        keys: keys of model and optimizer in its state dict; None if it shows them.
+        optimizer: False to read it without its optimizer, True if it must have one.
     """
+
+    place: Location
+    writer: Writer
+    beside: str
+    root: Location
+    keys: DcpNames | None = None
+    optimizer: bool | None = None
+
+    @property
+    def is_tag(self) -> bool:
+        """True if it is a tag of nxd_ckpt, NxD or NxDT."""
+        return self.writer in _TAGS
+
+    def open(self) -> OpenTag:
+        """Open it.
+
+        Raises:
+            CheckpointNotFound, PartNotFound: an incomplete one, or ranks' files are missing.
+            TagReplaced: it was removed, or saved again, meanwhile.
+            MalformedFile, UnsupportedState: errors of opening its layout.
+        """
+        if self.keys is not None:
+            opened = open_dcp(self.place, self.keys)
+        elif self.is_tag or self.writer in (Writer.OPTIMUM, Writer.OPTIMUM_ADAPTER):
+            opened = open_source(self.place)
+        else:
+            found, tells = ByPath(self.place.name, self.writer.value), self.writer is Writer.TORCH_XLA
+            opened = found.open(self.place.open(), self.place.name, tells=tells)
+        if self.optimizer and opened.parts.optimizer is None:
+            raise PartNotFound(f"{opened.where} was saved without an optimizer; leave out optimizer=True")
+        if self.optimizer is False:
+            opened.parts = replace(opened.parts, optimizer=None)
+        return opened
+
+
+_TAGS = (Writer.NXD_CKPT, Writer.NXD, Writer.NXDT)
+
+
+def find_source(path: StrPath, options: StorageOptions | None) -> Source:
+    """Recognise the checkpoint that ``path`` names: a directory, a file, an archive, or the URL of one.
+
+    Raises:
+        CheckpointNotFound: no checkpoint, an incomplete one, or several.
+        MalformedFile: it has two layouts at once.
+        UnsupportedState: a file with a part of a model.
+    """
+    place = locate_any(path, options)
     storage = place.open()
-    if storage.is_file(place.name):
-        return OpenTag(storage, place.name, open_untagged(storage, place.name), None)
-    listing = {entry.name for entry in storage.list(place.name)}
-    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE, names.MARKER, names.MANIFEST}:
-        if any(map(legacy.parse, listing)):
-            return open_complete_tag(storage, place.name)
-        if is_untagged(listing):
-            return OpenTag(storage, place.name, open_untagged(storage, place.name), None)
-    return open_source(place)
+    settle_swap(storage)
+    layout = recognise(storage, place.name)
+    tag = place
+    if layout.writer in (Writer.TIERED, Writer.NEMO):
+        tag = Location(place.directory, layout.tag, place.options)
+    elif layout.tag != place.name:
+        above, _, name = layout.tag.rpartition("/")
+        tag = Location(join(place.directory, above), name, place.options)
+    return Source(tag, layout.writer, layout.beside, place)
+
+
+def open_dcp(place: Location, keys: DcpNames) -> OpenTag:
+    """Open a directory of torch DCP or torch_checkpointing as a tag of one rank. Raises the errors of opening it."""
+    storage = place.open()
+    files = TagFiles(storage, place.name)
+    return OpenTag(storage, place.name, DcpDirectory(files, entries_of(files), keys), None)
 
 
 def open_source(place: Location) -> OpenTag:
@@ -46,33 +112,31 @@ def open_source(place: Location) -> OpenTag:
 
     Raises:
         CheckpointNotFound: no tag, or an incomplete one: its save was interrupted, or ranks' files are missing.
-        UnsupportedState: a checkpoint in a layout without tags.
         TagReplaced: it was removed, or saved again, meanwhile.
     """
     storage = place.open()
     settle_swap(storage)
-    listing = {entry.name for entry in storage.list(place.name)}
+    _refuse_incomplete(place, {entry.name for entry in storage.list(place.name)})
+    opened = open_complete_tag(storage, place.name)
+    if opened.manifest is None:
+        with opened.guarded():
+            _refuse_missing_ranks(opened)
+    return opened
+
+
+def _refuse_incomplete(place: Location, listing: Set[str]) -> None:
     if names.DONE not in listing and listing & {names.MARKER, names.MANIFEST}:
         raise CheckpointNotFound(
             f"{place.path} is incomplete: it has no {names.DONE!r} marker, because its save was interrupted; choose "
             "another tag"
         )
     if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
+        storage = place.open()
         tags = [name for name in sorted(listing) if storage.is_file(f"{place.name}/{name}/{names.DONE}")]
         if tags:
             raise CheckpointNotFound(
                 f"{place.path} is a directory of checkpoints, expected one of them: {', '.join(tags[:8])}"
             )
-    opened = open_complete_tag(storage, place.name)
-    if not listing & {names.MODEL_DIR, names.OPTIMIZER_DIR, names.DONE}:
-        raise UnsupportedState(
-            f"{place.path} is no tag with model/ or optim/, but has the layout of neuronx_distributed 0.1 to 0.5 or "
-            "torch-xla; make a tag of it (nxd-ckpt migrate --to tag), then convert that"
-        )
-    if opened.manifest is None:
-        with opened.guarded():
-            _refuse_missing_ranks(opened)
-    return opened
 
 
 def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:

@@ -472,7 +472,7 @@ class HttpStorage(ReadOnlyStorage, FsspecStorage):
         if not has_entries and not key:
             raise CheckpointNotFound(
                 f"{self.url}: no such directory, or the server shows no index page of it, which lists its files; "
-                "switch that on there, or read the checkpoint from an archive (nxd-ckpt pack), which needs none"
+                "switch that on there, or read the checkpoint from an archive (convert --to tar), which needs none"
             )
         return has_entries
 

@@ -97,16 +97,10 @@ def layout_of(files: TagFiles, manifest: Manifest | None) -> TagLayout:
         return NxdTag(files)
     if any(legacy.parse(name) or legacy.parse_zero1(name) for name in listing):
         return legacy.LegacyTag(files)
-    if ".metadata" in listing:
-        hint = "; it is a torch DCP checkpoint: nxd-ckpt from-dcp makes a tag of it"
-    elif any(name == "config.json" or name.endswith(".safetensors") for name in listing):
-        hint = "; it has Hugging Face's form: nxd-ckpt import makes a tag of it"
-    else:
-        hint = ""
     raise PartNotFound(
         f"{files.storage.url}/{files.tag}: no checkpoint of nxd_ckpt or neuronx_distributed; expected "
         f"{names.MODEL_DIR}/, {names.OPTIMIZER_DIR}/ or tp_rank_* files, found "
-        f"{first_of(sorted(listing)) or 'nothing'}{hint}"
+        f"{first_of(sorted(listing)) or 'nothing'}"
     )
 
 

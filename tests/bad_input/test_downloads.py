@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import close_checkpointers, load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import from_dcp, to_dcp
+from nxd_ckpt import close_checkpointers, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import MalformedFile
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -44,7 +43,7 @@ def _load(tag: Path) -> None:
 
 
 def _read_dcp(tag: Path) -> None:
-    from_dcp(tag, tag.parent / "back")
+    convert(tag, tag.parent / "back", to="tag")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_files_of_a_checkpoint(tmp_path: Path, file: str, read: Callable[[Path],
     for ours in (tmp_path / "foreign" / "manifest.json", *tmp_path.glob("foreign/index/*.json")):
         ours.unlink()  # as NxD writes it
     (tmp_path / "foreign" / "index").rmdir()
-    to_dcp(tmp_path / "t", tmp_path / "dcp")
+    convert(tmp_path / "t", tmp_path / "dcp", to="dcp")
     (tmp_path / "hf").mkdir()
     for name in ("config.json", "model.safetensors.index.json"):
         (tmp_path / "hf" / name).write_text("{}")

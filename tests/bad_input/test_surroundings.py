@@ -21,8 +21,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nxd_ckpt import Checkpointer, dcp, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.convert import to_dcp, unshard_checkpoint
+from nxd_ckpt import Checkpointer, convert, dcp, load_checkpoint, open_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import files_below
@@ -140,7 +139,7 @@ def loaded(directory: Path, tag: str, mode: Mode = nullcontext, *, stepped: bool
 def converted(tag: Path, output: Path) -> dict[str, bytes | None]:
     """The files of two conversions of a tag."""
     unshard_checkpoint(tag, output / "whole")
-    to_dcp(tag, output / "dcp")
+    convert(tag, output / "dcp", to="dcp")
     return files_below(output)
 
 

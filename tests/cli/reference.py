@@ -22,7 +22,7 @@ from tests.docs.old_runs import write_old_runs
 from tests.support.terminal import Terminal
 
 DOCUMENT = DOCS / "cli.md"
-MIGRATED = [DOCS / "migration.md", DOCS / "known-troubles.md"]
+MIGRATED = [DOCS / "convert.md", DOCS / "known-troubles.md"]
 SHOWN = [DOCUMENT, DOCS / "tutorial-nxd.md", DOCS / "tutorial-laptop.md", *MIGRATED]
 
 _BLOCK = re.compile(r"^(```console\n\$ nxd-ckpt )(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -135,11 +135,11 @@ def test_errors_of_the_system_name_what_users_know(
     assert f"nxd-ckpt: error: {named}: Permission denied\n" == run("verify", examples).err
 
 
-@pytest.mark.parametrize("command", [*LOOKING, "diff", "reshard", "from-dcp", "pack"])
+@pytest.mark.parametrize("command", [*LOOKING, "diff", "convert"])
 def test_a_file_is_not_called_absent(run: Run, tmp_path: Path, command: str) -> None:
     """Where a directory was expected, and there is a file."""
     (tmp_path / "file").write_text("text")
-    more = {"diff": [tmp_path], "pack": [tmp_path / "x.tar"]}
+    more = {"diff": [tmp_path], "convert": [tmp_path / "x.tar"]}
     outcome = run(command, tmp_path / "file", *more.get(command, [] if command in LOOKING else [tmp_path / "x"]))
     assert outcome.code in (1, 2)
     assert f"{tmp_path}/file" in outcome.err
@@ -148,10 +148,10 @@ def test_a_file_is_not_called_absent(run: Run, tmp_path: Path, command: str) -> 
 
 def test_messages_name_options(run: Run, examples: Path, tmp_path: Path) -> None:
     """As this command spells them: not the keyword of the function that complains."""
-    outcome = run("export", examples / "zero1", tmp_path / "out")
+    outcome = run("convert", "--to", "hf", examples / "zero1", tmp_path / "out")
     assert "as --config (exports, imports, migrations); or pass --mapping" in outcome.err
-    outcome = run("convert-zero1", "--input_dir", examples, "--output_dir", tmp_path, "--convert_to_sharded")
-    assert "--convert_to_sharded needs --dp_size" in outcome.err
+    outcome = run("convert", examples / "zero1", tmp_path / "out")
+    assert "pass --to, one of tag, dcp, files, hf, torchtitan, tar" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -167,23 +167,21 @@ def test_messages_name_options(run: Run, examples: Path, tmp_path: Path) -> None
 )
 def test_keywords_become_options(message: str, expected: str) -> None:
     """And nothing else does: sizes, words, names in quotes and paths stay."""
-    assert expected == in_flags(message, flags_of(parsers()[1]["reshard"]))
+    assert expected == in_flags(message, flags_of(parsers()[1]["convert"]))
 
 
 def test_options_have_hyphens() -> None:
-    """In every command, but for those that neuronx-distributed's converter has, which are spelled as there."""
-    theirs = {"--input_dir", "--output_dir", "--convert_to_full", "--convert_to_sharded", "--dp_size", "--num_workers"}
-    theirs |= {"--optim_only"}
+    """In every command."""
     for name, parser in parsers()[1].items():
         options = {option for action in parser._actions for option in action.option_strings if "_" in option}
-        assert options == (theirs if name == "convert-zero1" else set()), name
+        assert set() == options, name
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("nxd-ckpt unsh", {"unshard"}),
-        ("nxd-ckpt reshard --part", {"--partitions"}),
+        ("nxd-ckpt con", {"convert"}),
+        ("nxd-ckpt convert --part", {"--partitions"}),
         ("nxd-ckpt verify --al", {"--all"}),
     ],
 )
@@ -289,7 +287,7 @@ def test_the_help_groups_all_commands(capsys: pytest.CaptureFixture[str]) -> Non
     assert 0 == main([])
     said = capsys.readouterr().out
     groups = {title.partition(" ")[0]: commands for title, commands in GROUPS.items()}
-    assert ["look", "prove", "keep", "move", "convert"] == list(groups)
+    assert ["look", "prove", "keep", "write"] == list(groups)
     lines = [line for line in said.splitlines() if line.startswith("  ") and line[2:3].islower()]
     listed = [line.split()[0] for line in lines]
     assert [command.name for commands in groups.values() for command in commands] == listed
@@ -302,8 +300,8 @@ def test_the_help_groups_all_commands(capsys: pytest.CaptureFixture[str]) -> Non
         (["inspect", "{run}", "setp_1"], "no tag 'setp_1' (did you mean 'step_1'?)"),
         (["verify", "{run}/setp_1"], "does not exist; did you mean {run}/step_1?"),
         (["unpin", "{run}", "setp_1"], "no tag 'setp_1' (did you mean 'step_1'?), pinned or not"),
-        (["from-dcp", "{run}/nowhere", "{run}/out"], "input {run}/nowhere does not exist"),
-        (["reshard", "{run}/step_1", "{run}/out", "--dp", "0"], "--dp must be a whole number of at least 1"),
+        (["convert", "{run}/nowhere", "{run}/out", "--to", "tag"], "input {run}/nowhere does not exist"),
+        (["convert", "{run}/step_1", "{run}/out", "--to=tag", "--dp=0"], "--dp must be a whole number of at least 1"),
         (["cp", "{run}/empty", "{run}/out"], "found nothing"),
         (["list", "gss://bucket/run"], "unknown scheme 'gss' (did you mean gs://?)"),
         (["list", "hdfs://host/run"], "needs pyarrow: pip install pyarrow"),
@@ -336,10 +334,10 @@ def test_a_pattern_that_matches_no_tensor_is_an_error(tmp_path: Path, capsys: py
 def test_two_names_of_one_option_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Each alone is the same option."""
     with pytest.raises(SystemExit):
-        main(["unshard", "in", "out", "--no-optim", "--model-only"])
-    assert "--no-optim and --model-only are one option" in capsys.readouterr().err
+        main(["convert", "--to", "files", "in", "out", "--no-optimizer", "--model-only"])
+    assert "--no-optimizer and --model-only are one option" in capsys.readouterr().err
     for flag in ("--param-names", "--saved-param-names"):
-        args = parsers()[0].parse_args(["unshard", "in", "out", flag, "names.json"])
+        args = parsers()[0].parse_args(["convert", "--to", "files", "in", "out", flag, "names.json"])
         assert "names.json" == args.saved_param_names
 
 

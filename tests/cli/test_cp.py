@@ -52,7 +52,7 @@ def test_a_directory_of_copies_is_no_name_of_one(run: Run, examples: Path, tmp_p
         assert (1, True) == (refused.code, f"such as {str(words[0]).rstrip('/')}/zero1" in refused.err)
     assert [["zero1"], []] == [[path.name for path in place.glob("[!.]*")] for place in (mirror, tmp_path / "empty")]
     assert f"\n  the copy is the tag 'other' of {tmp_path}\n" in run("cp", examples / "zero1", tmp_path / "other").out
-    assert f"such as {mirror}/zero1" in run("reshard", examples / "zero1", mirror, "--dp", "1").err
+    assert f"such as {mirror}/zero1" in run("convert", "--to", "tag", examples / "zero1", mirror, "--dp", "1").err
 
 
 def test_an_existing_copy_is_left_alone(run: Run, examples: Path, tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ def test_a_store_is_looked_at_as_a_directory(run: Run, examples: Path, store: st
 def test_conversions_read_and_write_stores(run: Run, examples: Path, store: str, tmp_path: Path) -> None:
     """From a directory to a store, within it, and back: the same shards."""
     full, dp3, dp2 = f"{store}/full", f"{store}/dp3", tmp_path / "dp2"
-    convert = ("convert-zero1", "--quiet", "--input_dir")
-    assert 0 == run(*convert, examples / "zero1", "--output_dir", full, "--convert_to_full").code
-    assert 0 == run(*convert, full, "--output_dir", dp3, "--convert_to_sharded", "--dp_size", "3").code
-    outcome = run("reshard", "--quiet", dp3, dp2, "--dp", "2")
+    convert = ("convert", "--to", "tag", "--quiet", "--optimizer-form")
+    assert 0 == run(*convert, "zero1_full", examples / "zero1", full).code
+    assert 0 == run(*convert, "zero1", full, dp3, "--dp", "3").code
+    outcome = run("convert", "--to", "tag", "--quiet", dp3, dp2, "--dp", "2")
     assert (0, "") == (outcome.code, outcome.err)
     places = ((examples, "zero1"), (tmp_path, "dp2"))
     documents = [run("inspect", directory, tag, "--json").document for directory, tag in places]

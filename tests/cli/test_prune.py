@@ -203,7 +203,7 @@ def test_what_is_no_rule_is_a_wrong_command_line(four: Path, run: Run, rules: li
 
 def test_metrics_are_shown_and_kept(four: Path, run: Run) -> None:
     """``inspect`` shows what the save was told; so it does of a tag on other sizes, which is made of this one."""
-    assert 0 == run("reshard", four / "step_3", four / "wider" / "step_3", "--dp", "2").code
+    assert 0 == run("convert", "--to", "tag", four / "step_3", four / "wider" / "step_3", "--dp", "2").code
     shown = [run("inspect", path, "step_3") for path in (four, four / "wider")]
     lines = [line.split() for inspected in shown for line in inspected.out.splitlines()]
     assert 2 == lines.count(["metrics", "loss", "not", "finite"])

@@ -28,7 +28,7 @@ def test_every_command_fits_80_columns(
         ("doctor", nxd),
         ("watch", nxd, "--once"),
         ("prune", examples, "--last", "1", "--dry-run"),
-        ("unshard", nxd / "step_3", tmp_path / "whole", "--dry-run"),
+        ("convert", nxd / "step_3", tmp_path / "whole", "--to", "files", "--dry-run"),
     ]
     wide = [run(*command).out for command in commands]
     _on_a_terminal(monkeypatch)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nxd_ckpt import Partition, has_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import Partition, convert, has_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import COMMANDS
-from nxd_ckpt.convert import to_dcp
 from nxd_ckpt.errors import InvalidArgument
 from tests.cli.conftest import Outcome, Run
 from tests.hugging_face.reference import Job, Model
@@ -21,16 +20,16 @@ from tests.support.mounts import needs_mounts
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 WRITERS = {
-    "cp": ["{run}/zero1", "{out}"],
-    "reshard": ["{run}/zero1", "{out}", "--dp", "3"],
-    "convert-zero1": ["--input_dir", "{run}/zero1", "--output_dir", "{out}", "--convert_to_full"],
-    "export": ["{models}/run/step_1", "{out}", "--config", "{models}/config"],
-    "import": ["{models}/hf", "{out}"],
-    "to-dcp": ["{run}/zero1", "{out}"],
-    "from-dcp": ["{models}/dcp", "{out}"],
-    "unshard": ["{run}/zero1", "{out}"],
-    "pack": ["{run}/zero1", "{out}.tar"],
-    "migrate": ["{models}/run/step_1", "{out}", "--to", "hf", "--config", "{models}/config"],
+    "cp": ["cp", "{run}/zero1", "{out}"],
+    "tag": ["convert", "{run}/zero1", "{out}", "--to", "tag", "--dp", "3"],
+    "tag, unsharded": ["convert", "{run}/zero1", "{out}", "--to", "tag", "--optimizer-form", "zero1_full"],
+    "tag of a model": ["convert", "{models}/hf", "{out}", "--to", "tag", "--names", "nxd"],
+    "tag of DCP": ["convert", "{models}/dcp", "{out}", "--to", "tag"],
+    "hf": ["convert", "{models}/run/step_1", "{out}", "--to", "hf", "--config", "{models}/config"],
+    "dcp": ["convert", "{run}/zero1", "{out}", "--to", "dcp"],
+    "files": ["convert", "{run}/zero1", "{out}", "--to", "files"],
+    "tar": ["convert", "{run}/zero1", "{out}.tar"],
+    "dcp of a model": ["convert", "{models}/hf", "{out}", "--to", "dcp", "--names", "hf"],
 }
 """A command line of each."""
 
@@ -46,7 +45,7 @@ def models(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_job(folder / "run", job, job.model.state())
     write_config(folder / "config", job.model.config)
     save_file(job.model.state(), write_config(folder / "hf", job.model.config).parent / "model.safetensors")
-    to_dcp(examples / "zero1", folder / "dcp", durable=False)
+    convert(examples / "zero1", folder / "dcp", to="dcp", durable=False)
     return folder
 
 
@@ -59,7 +58,7 @@ class Writing:
 
     def __call__(self, *more: str) -> Outcome:
         arguments = [argument.format(**self._places) for argument in WRITERS[self._command]]
-        return self._run(self._command, *arguments, *more)
+        return self._run(*arguments, *more)
 
     @property
     def left(self) -> list[str]:
@@ -74,7 +73,7 @@ def writing(request: pytest.FixtureRequest, run: Run, examples: Path, models: Pa
 
 def test_every_command_that_writes_is_tried_here() -> None:
     """All commands but those that only look, or keep and remove tags."""
-    assert {command.name for command in COMMANDS} == WRITERS.keys() | LOOKERS | KEEPERS
+    assert {command.name for command in COMMANDS} == {words[0] for words in WRITERS.values()} | LOOKERS | KEEPERS
 
 
 def test_a_dry_run_says_what_would_be_and_writes_nothing(writing: Writing) -> None:
@@ -159,7 +158,7 @@ def test_more_tensor_parallel_ranks_for_what_nothing_cuts(run: Run, tmp_path: Pa
     cuts = {"w": Partition(0, num_partitions=1)} if is_cut else {}
     save_checkpoint(tmp_path / "run", "step_1", {"w": torch.arange(6.0)}, partitions=cuts)
 
-    outcome = run("reshard", tmp_path / "run" / "step_1", tmp_path / "out", "--tp", "3")
+    outcome = run("convert", "--to", "tag", tmp_path / "run" / "step_1", tmp_path / "out", "--tp", "3")
 
     assert 0 == outcome.code
     assert is_cut != ("each of the 3 will hold the whole model" in outcome.err)

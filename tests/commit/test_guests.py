@@ -13,8 +13,8 @@ import torch
 
 import nxd_ckpt
 import nxd_ckpt.verify
+from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import reshard
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.guests import bring
 from nxd_ckpt.coordination.paths import JOURNAL, STAGING, staging_dir
@@ -262,7 +262,7 @@ def test_copies_resharding_and_tiers_carry_them(tmp_path: Path, capsys: pytest.C
         checkpointer.save("t", MODEL)
     put(tmp_path / "copies" / "t", "older.txt")
     assert 0 == main(["cp", str(tmp_path / "run" / "t"), str(tmp_path / "copies" / "t"), "--overwrite"])
-    reshard(tmp_path / "run" / "t", tmp_path / "resharded", dp=2)
+    convert(tmp_path / "run" / "t", tmp_path / "resharded", to="tag", dp=2)
     for folder, more in (("lower/t", ["lower.txt"]), ("copies/t", ["older.txt"]), ("resharded", [])):
         expected = [*GUESTS, *more]
         assert ["theirs"] * len(expected) == texts(tmp_path / folder, *expected)

@@ -12,17 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxd_ckpt import Partition, Topology
-from nxd_ckpt.convert import (
-    convert_zero1,
-    export_checkpoint,
-    from_dcp,
-    import_checkpoint,
-    pack_checkpoint,
-    reshard,
-    to_dcp,
-    unshard_checkpoint,
-)
+from nxd_ckpt import Partition, Topology, convert, unshard_checkpoint
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
@@ -109,13 +99,13 @@ def save_dcp(directory: Path) -> Path:
 Convert = Callable[[Path, Path], object]
 
 FROM_TAGS: dict[str, tuple[int, Convert]] = {
-    "reshard tp2 to tp4": (2, lambda tag, out: reshard(tag, out / "step_1", tp=4)),
-    "reshard tp2 to tp8 xser": (2, lambda tag, out: reshard(tag, out / "step_1", tp=8, use_xser=True)),
-    "reshard tp4 to tp1": (4, lambda tag, out: reshard(tag, out / "step_1", tp=1)),
+    "reshard tp2 to tp4": (2, lambda tag, out: convert(tag, out / "step_1", to="tag", tp=4)),
+    "reshard tp2 to tp8 xser": (2, lambda tag, out: convert(tag, out / "step_1", to="tag", tp=8, use_xser=True)),
+    "reshard tp4 to tp1": (4, lambda tag, out: convert(tag, out / "step_1", to="tag", tp=1)),
     "unshard": (4, lambda tag, out: unshard_checkpoint(tag, out)),
     "unshard to safetensors": (2, lambda tag, out: unshard_checkpoint(tag, out, use_safetensors=True)),
-    "to_dcp": (4, lambda tag, out: to_dcp(tag, out)),
-    "pack": (2, lambda tag, out: pack_checkpoint(tag, out / "step.tar")),
+    "to_dcp": (4, lambda tag, out: convert(tag, out, to="dcp")),
+    "pack": (2, lambda tag, out: convert(tag, out / "step.tar", to="tar")),
 }
 
 
@@ -136,7 +126,7 @@ def test_a_zero1_optimizer_is_read_once(tmp_path: Path, log: list[Operation], dp
     tag = save_zero1(tmp_path / "in", 4)
     nbytes = nbytes_of(tag)
     log.clear()
-    convert_zero1(tag if ours else as_nxd(tag), tmp_path / "out" / "step_1", convert_to_sharded=True, dp_size=dp)
+    convert(tag if ours else as_nxd(tag), tmp_path / "out" / "step_1", to="tag", optimizer_form="zero1", dp=dp)
     assert read(log) <= AT_MOST * nbytes
 
 
@@ -145,7 +135,7 @@ def test_a_dcp_directory_is_read_once(tmp_path: Path, log: list[Operation], tp: 
     """Its tensors have one digest each."""
     directory = save_dcp(tmp_path / "dcp")
     log.clear()
-    from_dcp(directory, tmp_path / "out" / "step_1", tp=tp, partitions=partitions(1))
+    convert(directory, tmp_path / "out" / "step_1", to="tag", tp=tp, partitions=partitions(1))
     assert read(log) <= AT_MOST * nbytes_of(directory)
 
 
@@ -175,8 +165,8 @@ def test_a_hugging_face_model_is_read_once_either_way(tmp_path: Path, log: list[
     """Into a tag of any sizes, and out of it again."""
     source, tag = llama(tmp_path), tmp_path / "tags" / "step_1"
     log.clear()
-    import_checkpoint(source, tag, tp=tp)
+    convert(source, tag, to="tag", names="nxd", tp=tp)
     assert read(log) <= AT_MOST * nbytes_of(source)
     log.clear()
-    export_checkpoint(tag, tmp_path / "back", config=source)
+    convert(tag, tmp_path / "back", to="hf", config=source)
     assert read(log) <= AT_MOST * nbytes_of(tag)

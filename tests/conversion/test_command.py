@@ -1,4 +1,4 @@
-"""``nxd-ckpt convert-zero1`` and ``reshard``, and the script that stands in for NxD's converter."""
+"""``nxd-ckpt convert --to tag``, and the script that stands in for NxD's converter."""
 
 from __future__ import annotations
 
@@ -32,28 +32,20 @@ def test_nxds_flags_convert_to_full_and_to_shards(tmp_path: Path) -> None:
     source = save_example(tmp_path, 2)
     full, dp3 = tmp_path / "full", tmp_path / "dp3"
 
-    assert 0 == command("convert-zero1", "--input_dir", source, "--output_dir", full, "--convert_to_full")
-    sharding = ("--convert_to_sharded", "--dp_size", 3, "--num_workers", 1, "--optim_only")
-    assert 0 == command("convert-zero1", "--input_dir", full, "--output_dir", dp3, *sharding)
+    assert 0 == command("convert", source, full, "--to", "tag", "--optimizer-form", "zero1_full")
+    sharding = ("--optimizer-form", "zero1", "--dp", 3, "--num-workers", 1, "--optim-only")
+    assert 0 == command("convert", full, dp3, "--to", "tag", *sharding)
 
     assert None is difference(plainly(whole()), plainly(optimizers(full)[0]))
     assert None is difference(plainly(sharded(whole(), 3, 2)), plainly(optimizers(dp3)[2]))
     assert not (dp3 / "model").exists()
 
 
-@pytest.mark.parametrize("modes", [[], ["--convert_to_full", "--convert_to_sharded"]], ids=["neither", "both"])
-def test_one_mode_is_needed(tmp_path: Path, modes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither or both is a wrong command line."""
-    with pytest.raises(SystemExit, match="2"):
-        command("convert-zero1", "--input_dir", tmp_path / "in", "--output_dir", tmp_path / "out", *modes)
-    assert "--convert_to_full" in capsys.readouterr().err
-
-
 def test_an_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a traceback, and exit code 1."""
     source = save_example(tmp_path, 2)
 
-    code = command("convert-zero1", "--input_dir", source, "--output_dir", source, "--convert_to_full")
+    code = command("convert", source, source, "--to", "tag", "--optimizer-form", "zero1_full")
 
     assert 1 == code
     assert "inside the other" in capsys.readouterr().err
@@ -66,7 +58,8 @@ def test_reshard_keeps_the_sizes_that_are_not_given(tmp_path: Path) -> None:
     cuts.write_text(json.dumps({"up.bias": {}}))
     stages.write_text(json.dumps([["embed.weight", "seen"], ["up.weight", "up.bias", "unused.weight", "scale"]]))
 
-    code = command("reshard", source, tmp_path / "pp2", "--pp", 2, "--partitions", cuts, "--stages", stages)
+    facts = ("--partitions", cuts, "--stages", stages)
+    code = command("convert", "--to", "tag", source, tmp_path / "pp2", "--pp", 2, *facts)
 
     assert 0 == code
     assert Topology(dp=2, pp=2) == open_checkpoint(tmp_path).topology
@@ -92,7 +85,7 @@ def test_a_wrong_file_is_named(
     file = tmp_path / "given.json"
     file.write_text(text)
 
-    assert 1 == command("reshard", tmp_path / "in", tmp_path / "out", option, file)
+    assert 1 == command("convert", "--to", "tag", tmp_path / "in", tmp_path / "out", option, file)
     assert str(file) in capsys.readouterr().err
 
 
@@ -140,7 +133,8 @@ def test_nxds_command_replaces_its_output(tmp_path: Path) -> None:
     (bare / "optim").mkdir(parents=True)
     torch.save({}, bare / "optim" / "full_tp_rank_00_pp_rank_00.pt")
     before = set(tmp_path.iterdir())
-    assert 1 == nxds_command("--input_dir", source, "--output_dir", bare, "--convert_to_sharded")
+    with pytest.raises(SystemExit, match="2"):
+        nxds_command("--input_dir", source, "--output_dir", bare, "--convert_to_sharded")
     assert ["full_tp_rank_00_pp_rank_00.pt"] == [path.name for path in (bare / "optim").iterdir()]
     assert 0 == nxds_command("--input_dir", source, "--output_dir", bare, "--convert_to_sharded", "--dp_size", 1)
     assert None is difference(plainly(sharded(whole(), 1, 0)), plainly(optimizers(bare)[0]))

@@ -22,8 +22,7 @@ import fsspec
 import pytest
 import zstandard
 
-from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.convert import pack_checkpoint
+from nxd_ckpt import convert, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument
 from nxd_ckpt.storage.archive import unpacking
 from nxd_ckpt.storage.urls import open_storage
@@ -72,7 +71,7 @@ def test_it_is_the_plain_archive_compressed(tmp_path: Path, suffix: str) -> None
     """The same bytes each time; other programs find the plain archive in it."""
     tag = save_example(tmp_path, 1)
     for name in ("one.tar", f"one{suffix}", f"two{suffix}"):
-        pack_checkpoint(tag, tmp_path / name)
+        convert(tag, tmp_path / name, to="tar")
     packed = (tmp_path / f"one{suffix}").read_bytes()
     assert packed == (tmp_path / f"two{suffix}").read_bytes()
     assert (tmp_path / "one.tar").read_bytes() == DECOMPRESS[suffix](packed)
@@ -97,7 +96,7 @@ def test_an_archive_goes_through_a_store(work_dir: Path) -> None:
     store = f"memory://{uuid.uuid4().hex}"
     save_checkpoint(f"{store}/run", "step_1", model(), run_id="one")
     before = tree(work_dir)
-    done = pack_checkpoint(f"{store}/run/step_1", f"{store}/packed/one.tar.zst")
+    done = convert(f"{store}/run/step_1", f"{store}/packed/one.tar.zst", to="tar")
     assert before == tree(work_dir)
     assert done.nbytes == fsspec.filesystem("memory").size(f"{store.removeprefix('memory:/')}/packed/one.tar.zst")
     state: dict[str, Any] = {}
@@ -116,7 +115,7 @@ def test_it_is_unpacked_once(tmp_path: Path, work_dir: Path, monkeypatch: pytest
 
     monkeypatch.setattr(unpacking, "decompressed", counting)
     one, two = tmp_path / "one.tgz", tmp_path / "two.tgz"
-    pack_checkpoint(save_example(tmp_path, 1), one)
+    convert(save_example(tmp_path, 1), one, to="tar")
     with ThreadPoolExecutor(4) as threads:
         assert 4 * [["step_3"]] == [
             [entry.name for entry in found] for found in threads.map(lambda _: open_storage(one).list(), range(4))
@@ -124,12 +123,12 @@ def test_it_is_unpacked_once(tmp_path: Path, work_dir: Path, monkeypatch: pytest
     kept = open_storage(one)
     assert kept.is_dir("step_3")
     assert ["one.tgz"] == unpacked
-    pack_checkpoint(tmp_path / "step_3", two)
+    convert(tmp_path / "step_3", two, to="tar")
     assert open_storage(two).is_dir("step_3")
     assert ["archive.tar", "archive.tar"] == tree(work_dir)  # both: one is open
     assert kept.read("step_3/done") == open_storage(one).read("step_3/done")
     del kept
-    pack_checkpoint(save_example(tmp_path, 1, "step_4", step=4), one, overwrite=True)
+    convert(save_example(tmp_path, 1, "step_4", step=4), one, to="tar", overwrite=True)
     assert open_storage(one).is_dir("step_4")
     assert ["one.tgz", "two.tgz", "one.tgz"] == unpacked
     assert ["archive.tar"] == tree(work_dir)
@@ -138,7 +137,7 @@ def test_it_is_unpacked_once(tmp_path: Path, work_dir: Path, monkeypatch: pytest
 def test_what_a_killed_process_began_does_not_count(tmp_path: Path, work_dir: Path) -> None:
     """The next one unpacks all of it."""
     archive = tmp_path / "one.tar.gz"
-    pack_checkpoint(save_example(tmp_path, 1), archive)
+    convert(save_example(tmp_path, 1), archive, to="tar")
     assert -signal.SIGKILL == run_program(KILLED, archive, work_dir).returncode
     assert ["part"] == tree(work_dir)
     assert "step_3" == open_checkpoint(archive).tag
@@ -148,7 +147,7 @@ def test_what_a_killed_process_began_does_not_count(tmp_path: Path, work_dir: Pa
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_damage_is_one_clear_error(tmp_path: Path, work_dir: Path, suffix: str) -> None:
     """Truncated anywhere, of another kind, or a hostile archive inside; nothing stays of it."""
-    pack_checkpoint(save_example(tmp_path, 1), tmp_path / f"one{suffix}")
+    convert(save_example(tmp_path, 1), tmp_path / f"one{suffix}", to="tar")
     data, archive = (tmp_path / f"one{suffix}").read_bytes(), tmp_path / f"x{suffix}"
     cut = [data[:length] for length in (*range(0, len(data), len(data) // 9), len(data) - 1)]
     other = [b"neither" * 99, data + b"trailing", COMPRESS[".tgz" if suffix == ".tar.zst" else ".tar.zst"](b"1" * 999)]
@@ -168,7 +167,7 @@ def test_damage_is_one_clear_error(tmp_path: Path, work_dir: Path, suffix: str) 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_no_changed_bit_goes_unnoticed(tmp_path: Path, work_dir: Path, suffix: str) -> None:
     """But for those that mean nothing: what is read, if anything, is what was packed."""
-    pack_checkpoint(save_example(tmp_path, 1), tmp_path / f"one{suffix}")
+    convert(save_example(tmp_path, 1), tmp_path / f"one{suffix}", to="tar")
     data = (tmp_path / f"one{suffix}").read_bytes()
     kind, plain, refused = unpacking.SUFFIXES[suffix], DECOMPRESS[suffix](data), 0
     positions = range(0, len(data), 23)
@@ -211,5 +210,5 @@ def test_zstandard_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InvalidArgument, match=r"pip install zstandard"):
         open_checkpoint(tmp_path / "some.tar.zst")
     with pytest.raises(InvalidArgument, match=r"pip install zstandard"):
-        pack_checkpoint(save_example(tmp_path, 1), tmp_path / "new.tar.zst")
+        convert(save_example(tmp_path, 1), tmp_path / "new.tar.zst", to="tar")
     assert ["some.tar.zst"] == [path.name for path in tmp_path.iterdir() if "tar" in path.name]

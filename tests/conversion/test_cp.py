@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
-from nxd_ckpt.convert import Copy, copy_checkpoint
+from nxd_ckpt import Checkpointer, copy_checkpoint, has_checkpoint, open_checkpoint
+from nxd_ckpt.conversion.cp import Copy
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
 from nxd_ckpt.storage.local import LocalStorage
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys
-from nxd_ckpt.convert import copy_checkpoint
+from nxd_ckpt import copy_checkpoint
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing

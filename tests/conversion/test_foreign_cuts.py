@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nxd_ckpt import Partition, Topology, load_checkpoint, open_checkpoint
+from nxd_ckpt import Partition, Topology, convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import reshard, to_dcp, unshard_checkpoint
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from tests.golden.checkpoints import saved
 from tests.reshard.golden import TAG, GoldenModel
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-CONVERSIONS: dict[str, Callable[..., Any]] = {"reshard": reshard, "unshard": unshard_checkpoint, "to-dcp": to_dcp}
+CONVERSIONS: dict[str, Callable[..., Any]] = {form: partial(convert, to=form) for form in ("tag", "files", "dcp")}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def test_a_cut_into_one_partition_is_refused(
         open_checkpoint(model.saved.directory, **options).read("model/embed.weight")
     file = tmp_path / "cuts.json"
     file.write_text(json.dumps({"embed.weight": {"partition_dim": 0}}))
-    assert 1 == main([name, str(model.saved.directory / TAG), str(tmp_path / "out"), "--partitions", str(file)])
+    words = ["convert", model.saved.directory / TAG, tmp_path / "out", "--to", name, "--partitions", file]
+    assert 1 == main([*map(str, words)])
     assert "--partitions says that embed.weight is cut" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -60,7 +61,8 @@ def test_a_cut_that_cannot_be_is_refused(
 ) -> None:
     """By the parameter's name, before anything is written."""
     (tmp_path / "cuts.json").write_text(json.dumps(cut))
-    words = [name, model.saved.directory / TAG, tmp_path / "out", "--partitions", tmp_path / "cuts.json"]
+    options = ["--to", name, "--partitions", tmp_path / "cuts.json"]
+    words = ["convert", model.saved.directory / TAG, tmp_path / "out", *options]
     assert 1 == main([*map(str, words)])
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -69,7 +71,7 @@ def test_a_cut_that_cannot_be_is_refused(
 def test_a_template_is_filled_in(model: GoldenModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names what is missing, and the command that prints it; blanks and misspelt names are refused."""
     tag, out = str(model.saved.directory / TAG), str(tmp_path / "out")
-    assert 1 == main(["reshard", tag, out, "--tp", "1"])
+    assert 1 == main(["convert", "--to", "tag", tag, out, "--tp", "1"])
     error = capsys.readouterr().err
     for said in ("embed.weight, blocks.0.up.weight", "--template partitions > FILE", "--template saved-param-names >"):
         assert said in error
@@ -77,7 +79,7 @@ def test_a_template_is_filled_in(model: GoldenModel, tmp_path: Path, capsys: pyt
     for kind, file in files.items():
         assert 0 == main(["inspect", tag, "--template", kind])
         file.write_text(capsys.readouterr().out)
-        assert 1 == main(["reshard", tag, out, "--tp", "1", f"--{kind}", str(file)])
+        assert 1 == main(["convert", "--to", "tag", tag, out, "--tp", "1", f"--{kind}", str(file)])
         error = capsys.readouterr().err
         assert "embed.weight: partition_dim is still '?'" in error or "still to be filled in: ? [" in error
     cuts, names = (json.loads(file.read_text()) for file in files.values())
@@ -93,7 +95,7 @@ def test_a_template_is_filled_in(model: GoldenModel, tmp_path: Path, capsys: pyt
         cut["partition_dim"] = int(name.endswith("down.weight"))
     files["partitions"].write_text(json.dumps(cuts))
     misspelt = [[[name.replace("embed", "emebd") for name in group] for group in stage] for stage in model.saved_names]
-    words = ["reshard", tag, out, "--tp", "1", *(f"--{kind}={file}" for kind, file in files.items())]
+    words = ["convert", "--to", "tag", tag, out, "--tp", "1", *(f"--{kind}={file}" for kind, file in files.items())]
     for listed, code in ((misspelt, 1), (model.saved_names, 0)):
         files["saved-param-names"].write_text(json.dumps(listed))
         assert code == main(words)
@@ -123,4 +125,4 @@ def test_names_in_another_order_are_refused(model: GoldenModel, tmp_path: Path) 
     """If shapes show it: the optimizer of NxD's records its parameters' shapes."""
     names = [[list(reversed(group)) for group in stage] for stage in model.saved_names]
     with pytest.raises(OptimizerMismatch, match=r"is called .* has shape .* in the optimizer, expected"):
-        reshard(model.saved.directory / TAG, tmp_path / "out", dp=1, saved_param_names=names)
+        convert(model.saved.directory / TAG, tmp_path / "out", to="tag", dp=1, saved_param_names=names)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import load_checkpoint, open_checkpoint
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import convert, load_checkpoint, open_checkpoint
 from tests.conversion.tags import contents, optimizers, plainly, unsharded
 from tests.golden.checkpoints import saved
 from tests.reshard.golden import GoldenModel
@@ -46,9 +45,9 @@ def test_the_output_is_that_of_nxds_converter(golden: Path, tmp_path: Path, form
     tag = saved(golden, SOURCES[form]).directory / "step_3"
     full = golden / "k_convert" / form / "full"
 
-    convert_zero1(tag, tmp_path / "full", convert_to_full=True, durable=False)
-    convert_zero1(full, tmp_path / "full_to_dp4", convert_to_sharded=True, dp_size=4, durable=False)
-    convert_zero1(tag, tmp_path / "sharded_to_dp3", convert_to_sharded=True, dp_size=3, durable=False)
+    convert(tag, tmp_path / "full", to="tag", optimizer_form="zero1_full", durable=False)
+    convert(full, tmp_path / "full_to_dp4", to="tag", optimizer_form="zero1", dp=4, durable=False)
+    convert(tag, tmp_path / "sharded_to_dp3", to="tag", optimizer_form="zero1", dp=3, durable=False)
 
     for name in ("full", "full_to_dp4", "sharded_to_dp3"):
         expected = converted_by_nxd(golden, form, name)
@@ -66,7 +65,7 @@ def test_unsharded_files_hold_the_shards_of_all_ranks(golden: Path, tmp_path: Pa
     checkpoint = open_checkpoint(source.directory, "step_3")
     at = checkpoint.topology
 
-    convert_zero1(source.directory / "step_3", tmp_path / "full", convert_to_full=True, durable=False)
+    convert(source.directory / "step_3", tmp_path / "full", to="tag", optimizer_form="zero1_full", durable=False)
 
     full = open_checkpoint(tmp_path, "full")
     for rank, found in enumerate(optimizers(tmp_path / "full")):
@@ -90,12 +89,12 @@ def test_there_and_back_again_is_what_nxd_saved(golden: Path, tmp_path: Path, na
     checkpoint = open_checkpoint(source.directory, "step_3")
     dp, ep = checkpoint.topology.dp, checkpoint.topology.ep
 
-    convert_zero1(source.directory / "step_3", tmp_path / "full", convert_to_full=True, durable=False)
+    convert(source.directory / "step_3", tmp_path / "full", to="tag", optimizer_form="zero1_full", durable=False)
     other = tmp_path / "other"
-    convert_zero1(source.directory / "step_3", other, convert_to_sharded=True, dp_size=3 * ep, durable=False)
+    convert(source.directory / "step_3", other, to="tag", optimizer_form="zero1", dp=3 * ep, durable=False)
     for start in ("full", "other"):
         back = tmp_path / f"back_from_{start}"
-        convert_zero1(tmp_path / start, back, convert_to_sharded=True, dp_size=dp, durable=False)
+        convert(tmp_path / start, back, to="tag", optimizer_form="zero1", dp=dp, durable=False)
 
         for rank, found in enumerate(optimizers(back)):
             expected = checkpoint.optimizer_state(rank)
@@ -112,7 +111,7 @@ def test_the_rest_of_the_tag_comes_along(golden: Path, tmp_path: Path, name: str
     ep = source.config["ep"]
 
     other = tmp_path / "other"
-    convert_zero1(source.directory / "step_3", other, convert_to_sharded=True, dp_size=3 * ep, durable=False)
+    convert(source.directory / "step_3", other, to="tag", optimizer_form="zero1", dp=3 * ep, durable=False)
 
     for rank, at in enumerate(source.topologies):
         if at.dp_rank >= 3 * ep:
@@ -131,7 +130,7 @@ def test_the_rest_of_the_tag_comes_along(golden: Path, tmp_path: Path, name: str
     ("name", "sizes"),
     [("a_dp2_zero1_pt", "tp3"), ("c_dp2_tp2_zero1_xser", "tp4"), ("e_dp2_tp2_bf16_master_pt", "dp3")],
 )
-@pytest.mark.parametrize("form", [{"convert_to_full": True}, {"convert_to_sharded": True, "dp_size": 5}])
+@pytest.mark.parametrize("form", [{"optimizer_form": "zero1_full"}, {"optimizer_form": "zero1", "dp": 5}])
 @pytest.mark.one_in(2)
 def test_the_result_loads_wherever_nxds_tag_does(
     golden: Path, tmp_path: Path, name: str, sizes: str, form: dict[str, Any]
@@ -139,7 +138,7 @@ def test_the_result_loads_wherever_nxds_tag_does(
     """On yet other sizes too: how parameters are cut, which NxD does not record, is still for the live model to say."""
     source = GoldenModel(saved(golden, name))
 
-    convert_zero1(source.saved.directory / "step_3", tmp_path / "step_3", **form, durable=False)
+    convert(source.saved.directory / "step_3", tmp_path / "step_3", to="tag", **form, durable=False)
 
     topology = topology_of(sizes)
     for rank in range(topology.world_size):
@@ -152,7 +151,7 @@ def test_weights_that_nxd_left_out_stay_left_out(golden: Path, tmp_path: Path) -
     """Which master weights stand for them only a live model tells: nothing is lost, and nothing made up."""
     source = saved(golden, "f_dp2_tp2_bf16_master_avoid_lp_xser")
 
-    convert_zero1(source.directory / "step_3", tmp_path / "dp3", convert_to_sharded=True, dp_size=3, durable=False)
+    convert(source.directory / "step_3", tmp_path / "dp3", to="tag", optimizer_form="zero1", dp=3, durable=False)
 
     parts = open_checkpoint(tmp_path, "dp3").parts
     assert (True, False, True) == (parts.model, parts.lower_precision_weights, parts.master_weights)
@@ -163,7 +162,7 @@ def test_nxds_files_are_copied(golden: Path, tmp_path: Path) -> None:
     """NxD writes into the files of a tag that it saves again: nothing of it may be the same file."""
     tag = saved(golden, "a_dp2_zero1_pt").directory / "step_3"
 
-    convert_zero1(tag, tmp_path / "dp3", convert_to_sharded=True, dp_size=3, durable=False)
+    convert(tag, tmp_path / "dp3", to="tag", optimizer_form="zero1", dp=3, durable=False)
 
     for file in ("model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "scheduler.pt", "user_content.pt"):
         assert (tag / file).read_bytes() == (tmp_path / "dp3" / file).read_bytes()

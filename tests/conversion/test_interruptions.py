@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, has_checkpoint, open_checkpoint
+from nxd_ckpt import Checkpointer, convert, has_checkpoint, open_checkpoint
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.conversion import conversion
-from nxd_ckpt.convert import convert_zero1
 from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.base import Storage
@@ -30,14 +29,14 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 KILLED = """
 import sys
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import convert
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
 hook = killing("close", "*/optim/dp_rank_01*")
 locations.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
-convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=3, overwrite=True)
+convert(sys.argv[1], sys.argv[2], to="tag", optimizer_form="zero1", dp=3, overwrite=True)
 """
 
 
@@ -62,8 +61,8 @@ def test_a_tag_that_another_job_completed_meanwhile(
     opened = {str(tmp_path / "output"): target}
     monkeypatch.setattr(locations, "open_storage", lambda path, *options: opened.get(path) or LocalStorage(path))
 
-    def convert(overwrite: bool) -> None:
-        convert_zero1(source, tmp_path / "output" / "t", convert_to_full=True, overwrite=overwrite)
+    def unshard(overwrite: bool) -> None:
+        convert(source, tmp_path / "output" / "t", to="tag", optimizer_form="zero1_full", overwrite=overwrite)
 
     def late_session(*arguments: Any) -> Session:
         with Checkpointer("unused", storage=target) as other:
@@ -72,11 +71,11 @@ def test_a_tag_that_another_job_completed_meanwhile(
 
     monkeypatch.setattr(conversion, "open_session", late_session)
     with pytest.raises(SaveFailed, match=r"t exists.*overwrite=True"):
-        convert(overwrite=False)
+        unshard(overwrite=False)
     model: dict[str, torch.Tensor] = {}
     Checkpointer("unused", storage=target).load("t", model)
     assert {"weight": [1.0, 1.0]} == {name: tensor.tolist() for name, tensor in model.items()}
-    convert(overwrite=True)
+    unshard(overwrite=True)
     assert target.is_dir("t/optim")
 
 
@@ -92,7 +91,7 @@ def test_a_conversion_killed_in_the_middle_shows_nothing(tmp_path: Path) -> None
     assert [] == list_tags(LocalStorage(output))
     assert not has_checkpoint(output)
     assert any("dp_rank_00" in file for file in remains(output))  # it was in the middle
-    convert_zero1(source, output / "dp3", convert_to_sharded=True, dp_size=3)
+    convert(source, output / "dp3", to="tag", optimizer_form="zero1", dp=3)
     cut = [sharded(whole(), 3, rank) for rank in range(3)]
     assert None is difference(plainly(cut), plainly(optimizers(output / "dp3")))
     assert [] == remains(output)
@@ -105,7 +104,7 @@ def test_a_full_disk_leaves_nothing_of_the_attempt(tmp_path: Path) -> None:
     before = contents(source)
 
     with full_disk(), pytest.raises(CheckpointError, match=r"writing optim/dp_rank_00.*File too large"):
-        convert_zero1(source, tmp_path / "output" / "dp1", convert_to_sharded=True, dp_size=1)
+        convert(source, tmp_path / "output" / "dp1", to="tag", optimizer_form="zero1", dp=1)
 
     assert not (tmp_path / "output" / "dp1").exists()
     assert [] == remains(tmp_path / "output")
@@ -122,9 +121,9 @@ def test_an_existing_result_is_replaced_only_by_a_complete_one(tmp_path: Path) -
     before = contents(old)
 
     with pytest.raises(CheckpointError, match="dp_rank_01"):
-        convert_zero1(damaged, old, convert_to_sharded=True, dp_size=3, overwrite=True)
+        convert(damaged, old, to="tag", optimizer_form="zero1", dp=3, overwrite=True)
     assert before == contents(old)
-    convert_zero1(source, old, convert_to_sharded=True, dp_size=3, overwrite=True)
+    convert(source, old, to="tag", optimizer_form="zero1", dp=3, overwrite=True)
 
     assert {"steps": 2} == open_checkpoint(tmp_path / "output").user_content()
     assert None is difference(plainly(sharded(whole(step=2), 3, 1)), plainly(optimizers(old)[1]))

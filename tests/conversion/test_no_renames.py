@@ -5,19 +5,19 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nxd_ckpt import close_checkpointers, load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import to_dcp, unshard_checkpoint
+from nxd_ckpt import close_checkpointers, convert, load_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import InvalidArgument, StorageError
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-CONVERSIONS = [unshard_checkpoint, to_dcp]
+CONVERSIONS = [partial(convert, to="files"), partial(convert, to="dcp")]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("convert", CONVERSIONS, ids=lambda convert: convert.__name__)
+@pytest.mark.parametrize("convert", CONVERSIONS, ids=["files", "dcp"])
 @pytest.mark.usefixtures("no_directory_is_renamed")
 def test_an_output_is_written_in_place_where_no_directory_is_renamed(
     tmp_path: Path, convert: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -60,7 +60,7 @@ def test_an_output_is_written_in_place_where_no_directory_is_renamed(
             assert (tmp_path / "renamed" / name).read_bytes() == (tmp_path / "out" / "placed" / name).read_bytes()
 
 
-@pytest.mark.parametrize("convert", CONVERSIONS, ids=lambda convert: convert.__name__)
+@pytest.mark.parametrize("convert", CONVERSIONS, ids=["files", "dcp"])
 @pytest.mark.usefixtures("no_directory_is_renamed")
 def test_an_output_that_fails_in_place_leaves_nothing(tmp_path: Path, convert: Callable[..., Any]) -> None:
     """Nor the directories that were made for it."""

@@ -13,9 +13,17 @@ import fsspec
 import pytest
 import torch
 
-from nxd_ckpt import Topology, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    Topology,
+    convert,
+    copy_checkpoint,
+    has_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+    unshard_checkpoint,
+)
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DigestMismatch, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
@@ -36,7 +44,7 @@ def test_an_archive_stands_for_a_directory(
     """Whatever reads a directory reads the archive: load, open, verify, list, reshard, unshard, cp, the command."""
     tag = save_example(tmp_path, 2, use_xser=use_xser)
     archive = tmp_path / f"out{suffix}"
-    done = pack_checkpoint(tag, archive)
+    done = convert(tag, archive, to="tar")
     assert archive.stat().st_size == done.nbytes
     assert [archive] == [path for path in tmp_path.iterdir() if "out" in path.name]
 
@@ -48,8 +56,8 @@ def test_an_archive_stands_for_a_directory(
     assert () == verify_checkpoint(archive).problems
     assert list_tags(open_storage(tmp_path)) == list_tags(open_storage(archive))
 
-    reshard(archive, tmp_path / "three" / "step_3", dp=3, durable=False)
-    reshard(tag, tmp_path / "expected" / "step_3", dp=3, durable=False)
+    convert(archive, tmp_path / "three" / "step_3", to="tag", dp=3, durable=False)
+    convert(tag, tmp_path / "expected" / "step_3", to="tag", dp=3, durable=False)
     found, expected = (optimizers(tmp_path / name / "step_3") for name in ("three", "expected"))
     assert None is difference(plainly(expected), plainly(found))
     unshard_checkpoint(archive, tmp_path / "whole", durable=False)
@@ -65,8 +73,8 @@ def test_an_archive_stands_for_a_directory(
 def test_an_archive_is_a_tar(tmp_path: Path) -> None:
     """Any tar unpacks it. What tells of the rest comes first, `done` last; bytes begin on pages; always the same."""
     tag = save_example(tmp_path, 2)
-    pack_checkpoint(tag, tmp_path / "one.tar")
-    pack_checkpoint(tag, tmp_path / "two.tar")
+    convert(tag, tmp_path / "one.tar", to="tar")
+    convert(tag, tmp_path / "two.tar", to="tar")
     assert (tmp_path / "one.tar").read_bytes() == (tmp_path / "two.tar").read_bytes()
     with tarfile.open(tmp_path / "one.tar") as archive:
         members = archive.getmembers()
@@ -82,7 +90,7 @@ def test_an_archive_is_a_tar(tmp_path: Path) -> None:
 def test_tags_of_nxd_are_packed_too(golden: Path, tmp_path: Path) -> None:
     """By the digests in their files; what they hold is found again."""
     one = saved(golden, "b_dp2_zero1_xser")
-    pack_checkpoint(one.directory / "step_3", tmp_path / "nxd.tar")
+    convert(one.directory / "step_3", tmp_path / "nxd.tar", to="tar")
     checkpoint = open_checkpoint(tmp_path / "nxd.tar")
     assert None is difference(dict(one.held("step_3", 0)["model"]), dict(checkpoint.model_state(0)))
     assert () == verify_checkpoint(tmp_path / "nxd.tar").problems
@@ -92,13 +100,13 @@ def test_an_archive_in_a_store_is_read_by_ranges(tmp_path: Path) -> None:
     """Packed from one URL to another, and loaded from there."""
     store = f"memory://{uuid.uuid4().hex}"
     save_checkpoint(f"{store}/run", "step_1", model(), user_content={"steps": 1}, run_id="one")
-    pack_checkpoint(f"{store}/run/step_1", f"{store}/packed/one.tar")
+    convert(f"{store}/run/step_1", f"{store}/packed/one.tar", to="tar")
     state: dict[str, Any] = {}
     assert {"steps": 1} == load_checkpoint(f"{store}/packed/one.tar", model=state)
     assert None is difference(model(), state)
     with pytest.raises(InvalidArgument, match="overwrite=True"):
-        pack_checkpoint(f"{store}/run/step_1", f"{store}/packed/one.tar")
-    pack_checkpoint(f"{store}/run/step_1", f"{store}/packed/one.tar", overwrite=True)
+        convert(f"{store}/run/step_1", f"{store}/packed/one.tar", to="tar")
+    convert(f"{store}/run/step_1", f"{store}/packed/one.tar", to="tar", overwrite=True)
     assert 1 == len(fsspec.filesystem("memory").find(f"{store.removeprefix('memory:/')}/packed"))
 
 
@@ -111,7 +119,7 @@ def test_damage_is_found_before_the_archive_appears(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
     with pytest.raises(DigestMismatch, match="dp_rank_01"):
-        pack_checkpoint(tag, tmp_path / "out.tar", overwrite=True)
+        convert(tag, tmp_path / "out.tar", to="tar", overwrite=True)
     assert b"before" == (tmp_path / "out.tar").read_bytes()
     assert [] == [path.name for path in tmp_path.iterdir() if path.name.startswith(".out")]
 
@@ -122,7 +130,7 @@ def test_what_cannot_be_packed_or_named(tmp_path: Path) -> None:
     for name, match in (("out.tar.7z", "ends in .tar"), ("out", "ends in .tar"), ("step_3.tar", "is a directory")):
         (tmp_path / "step_3.tar").mkdir(exist_ok=True)
         with pytest.raises(InvalidArgument, match=match):
-            pack_checkpoint(tag, tmp_path / name)
+            convert(tag, tmp_path / name, to="tar")
     save_example(tmp_path, 1, "step_4", step=4)
     with tarfile.open(tmp_path / "both.tar", "w") as archive:
         for name in ("step_3", "step_4"):
@@ -184,7 +192,7 @@ def test_hostile_archives_are_refused(tmp_path: Path, name: str) -> None:
 
 def test_every_truncation_is_told(tmp_path: Path) -> None:
     """Wherever it was cut, also between two members; the message names where."""
-    pack_checkpoint(save_example(tmp_path, 1), tmp_path / "whole.tar")
+    convert(save_example(tmp_path, 1), tmp_path / "whole.tar", to="tar")
     data = (tmp_path / "whole.tar").read_bytes()
     for length in {*range(0, len(data) - 1024, 512), *range(1, len(data) - 1024, 4999)}:
         (tmp_path / "cut.tar").write_bytes(data[:length])
@@ -197,7 +205,7 @@ def test_every_truncation_is_told(tmp_path: Path) -> None:
 
 def packed_with(tmp_path: Path, change: Any) -> Path:
     """The example's archive, with a list of members that ``change`` made of its own; as long as before."""
-    pack_checkpoint(save_example(tmp_path, 1), tmp_path / "own.tar")
+    convert(save_example(tmp_path, 1), tmp_path / "own.tar", to="tar")
     with tarfile.open(tmp_path / "own.tar") as archive:
         info = archive.next()
         assert info is not None
@@ -247,7 +255,7 @@ def test_a_header_counts_more_than_the_list(tmp_path: Path) -> None:
 
 def test_an_archive_may_grow_or_be_packed_again(tmp_path: Path) -> None:
     """By other programs: a tag that was appended is found; a list that came along is not used."""
-    pack_checkpoint(save_example(tmp_path, 1), tmp_path / "x.tar")
+    convert(save_example(tmp_path, 1), tmp_path / "x.tar", to="tar")
     with tarfile.open(tmp_path / "x.tar", "a") as archive:
         archive.add(save_example(tmp_path, 1, "step_4", step=4), "step_4")
     assert ["step_3", "step_4"] == [info.tag for info in list_tags(open_storage(tmp_path / "x.tar"))]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import convert_zero1
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout
 from tests.conversion.tags import optimizers, plainly, remains, save_example, sharded, whole
 from tests.hugging_face.reference import Job, Model
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 
 MEMBER = """
 import sys
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import convert
 from nxd_ckpt.errors import CheckpointError
 
 try:
     source, target, dp_size = sys.argv[1:]
-    convert_zero1(source, target, convert_to_sharded=True, dp_size=int(dp_size), all_ranks=True, timeout=600)
+    convert(source, target, to="tag", optimizer_form="zero1", dp=int(dp_size), all_ranks=True, timeout=600)
 except CheckpointError as error:
     print(f"{type(error).__name__}: {error}")
     sys.exit(1)
@@ -41,32 +41,32 @@ JOB = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import convert
 
 everyone, source, *targets = sys.argv[1:]
 dist.init_process_group("gloo", timeout=timedelta(seconds=600))
 if everyone == "yes" or dist.get_rank() == 0:
     for target in targets:
-        convert_zero1(source, target, convert_to_sharded=True, dp_size=3, all_ranks=everyone == "yes", timeout=600)
+        convert(source, target, to="tag", optimizer_form="zero1", dp=3, all_ranks=everyone == "yes", timeout=600)
 dist.barrier()
 """
 
 ALONE = """
 import sys
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import convert
 
-convert_zero1(sys.argv[1], sys.argv[2], convert_to_full=True)
+convert(sys.argv[1], sys.argv[2], to="tag", optimizer_form="zero1_full")
 """
 
 GROWTH = """
 import resource, sys, torch
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import convert
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 before = peak()
-convert_zero1(sys.argv[1], sys.argv[2], convert_to_sharded=True, dp_size=1)
+convert(sys.argv[1], sys.argv[2], to="tag", optimizer_form="zero1", dp=1)
 print(peak() - before)
 """
 
@@ -83,7 +83,7 @@ def test_several_workers_share_the_ranks(tmp_path: Path) -> None:
     """The result is that of one worker."""
     source = save_example(tmp_path, 2, use_xser=True)
 
-    convert_zero1(source, tmp_path / "dp5", convert_to_sharded=True, dp_size=5, num_workers=2)
+    convert(source, tmp_path / "dp5", to="tag", optimizer_form="zero1", dp=5, num_workers=2)
 
     cut = [sharded(whole(), 5, rank) for rank in range(5)]
     assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "dp5")))
@@ -97,7 +97,7 @@ def test_an_error_in_a_worker_is_raised(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-100])
 
     with pytest.raises(CheckpointError, match="dp_rank_01"):
-        convert_zero1(source, tmp_path / "output" / "dp5", convert_to_sharded=True, dp_size=5, num_workers=2)
+        convert(source, tmp_path / "output" / "dp5", to="tag", optimizer_form="zero1", dp=5, num_workers=2)
 
     assert not (tmp_path / "output" / "dp5").exists()
 
@@ -163,15 +163,15 @@ def test_every_command_is_local(tmp_path: Path, known: list[str], monkeypatch: p
         assert 0 == main([*map(str, arguments), "--quiet"]), arguments
 
     out = tmp_path / "out"
-    run("reshard", tag, out / "resharded", "--dp", 2)
-    run("convert-zero1", "--input_dir", trained, "--output_dir", out / "full", "--convert_to_full")
-    run("export", tag, tmp_path / "hf", "--config", config)
-    run("import", tmp_path / "hf", out / "imported")
+    run("convert", "--to", "tag", tag, out / "resharded", "--dp", 2)
+    run("convert", trained, out / "full", "--to", "tag", "--optimizer-form", "zero1_full")
+    run("convert", "--to", "hf", tag, tmp_path / "hf", "--config", config)
+    run("convert", "--to", "tag", "--names", "nxd", tmp_path / "hf", out / "imported")
     run("cp", tag, out / "copied")
-    run("pack", tag, tmp_path / "tag.tar")
-    run("unshard", tag, tmp_path / "unsharded")
-    run("to-dcp", tag, tmp_path / "dcp")
-    run("from-dcp", tmp_path / "dcp", out / "from_dcp")
+    run("convert", "--to", "tar", tag, tmp_path / "tag.tar")
+    run("convert", "--to", "files", tag, tmp_path / "unsharded")
+    run("convert", "--to", "dcp", tag, tmp_path / "dcp")
+    run("convert", "--to", "tag", tmp_path / "dcp", out / "from_dcp")
 
 
 def test_all_ranks_need_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_all_ranks_need_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     source = save_example(tmp_path / "input", 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidArgument, match="start it with torchrun"):
-        convert_zero1(source, tmp_path / "output" / "full", convert_to_full=True, all_ranks=True)
+        convert(source, tmp_path / "output" / "full", to="tag", optimizer_form="zero1_full", all_ranks=True)
 
 
 def test_a_rank_that_does_not_come_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_rank_that_does_not_come_is_missed(tmp_path: Path, monkeypatch: pytest
     for name, value in (environment_of_a_job() | {"RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(PeerTimeout, match="not all ranks joined"):
-        convert_zero1(source, tmp_path / "output" / "full", convert_to_full=True, all_ranks=True, timeout=1)
+        convert(source, tmp_path / "output" / "full", to="tag", optimizer_form="zero1_full", all_ranks=True, timeout=1)
     assert not (tmp_path / "output").exists()
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Topology, load_checkpoint
-from nxd_ckpt.convert import convert_zero1, reshard
+from nxd_ckpt import Checkpointer, Topology, convert, load_checkpoint
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     DirectoryInUse,
@@ -21,7 +20,6 @@ from nxd_ckpt.errors import (
     MalformedFile,
     OptimizerMismatch,
     PartNotFound,
-    UnsupportedState,
 )
 from tests.conversion.tags import contents, save_example
 from tests.golden.checkpoints import saved
@@ -42,10 +40,10 @@ def refused(
     error: type[Exception], complaint: str, source: Path, target: Path, **options: Any
 ) -> None:
     """Verify that the conversion raises this, and leaves neither a change nor a trace."""
-    options = options or {"convert_to_sharded": True, "dp_size": 3}
+    options = options or {"optimizer_form": "zero1", "dp": 3}
     existed, before = target.exists(), contents(source)
     with pytest.raises(error, match=complaint):
-        convert_zero1(source, target, **options)
+        convert(source, target, to="tag", **options)
     assert before == contents(source)
     assert existed == target.exists()
 
@@ -53,19 +51,20 @@ def refused(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, "give either"),
-        ({"convert_to_full": True, "convert_to_sharded": True, "dp_size": 2}, "give either"),
-        ({"convert_to_sharded": True}, "needs dp_size"),
-        ({"convert_to_full": True, "dp_size": 2}, "leave it out"),
-        ({"convert_to_sharded": True, "dp_size": 0}, "at least 1"),
-        ({"convert_to_full": True, "num_workers": 0}, "num_workers"),
+        ({"optimizer_form": "zero1_full", "dp": 2}, "leave it out"),
+        ({"optim_only": True}, "optim_only is for optimizer_form"),
+        ({"optimizer_form": "zero1", "optim_only": True, "tp": 2}, "no size but dp"),
+        ({"optimizer_form": "zero1", "dp": 0}, "at least 1"),
+        ({"optimizer_form": "zero1_full", "num_workers": 0}, "num_workers"),
+        ({"size_per_shard": "1GB"}, r"size_per_shard= means nothing for to='tag'.*; it is for to='files'"),
+        ({"names": "nxd", "optimizer": True}, "optimizer= means nothing for to='tag' with names='nxd'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
-    """Neither or both modes, no size or an impossible one, no worker."""
+    """Of forms, sizes, names and workers."""
     source = save_example(tmp_path / "input", 2)
     with pytest.raises(InvalidArgument, match=complaint):
-        convert_zero1(source, tmp_path / "out", **options)
+        convert(source, tmp_path / "out", to="tag", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -129,7 +128,7 @@ def _linked(source: Path) -> Path:
 def test_an_output_that_touches_the_input(tmp_path: Path, output: Callable[[Path], Path]) -> None:
     """The same directory, one inside the other, or the same by a symbolic link, also with ``overwrite``."""
     source = save_example(tmp_path / "input", 2)
-    options = {"convert_to_full": True, "overwrite": True}
+    options = {"optimizer_form": "zero1_full", "overwrite": True}
     refused(InvalidArgument, "one is inside the other", source, output(source), **options)
 
 
@@ -141,11 +140,12 @@ def test_an_output_that_exists_is_replaced_on_request_only(tmp_path: Path) -> No
     (tmp_path / "file").write_text("keep")
     (tmp_path / "empty").mkdir()
 
-    refused(InvalidArgument, "overwrite=True", source, tmp_path / "mine", convert_to_full=True)
-    refused(InvalidArgument, "it is not replaced", source, tmp_path / "mine", convert_to_full=True, overwrite=True)
-    refused(InvalidArgument, "is a file", source, tmp_path / "file", convert_to_full=True, overwrite=True)
-    refused(InvalidTag, "hidden", source, tmp_path / ".out", convert_to_full=True)
-    convert_zero1(source, tmp_path / "empty", convert_to_full=True)
+    refused(InvalidArgument, "overwrite=True", source, tmp_path / "mine", optimizer_form="zero1_full")
+    full: dict[str, Any] = {"optimizer_form": "zero1_full", "overwrite": True}
+    refused(InvalidArgument, "it is not replaced", source, tmp_path / "mine", **full)
+    refused(InvalidArgument, "is a file", source, tmp_path / "file", optimizer_form="zero1_full", overwrite=True)
+    refused(InvalidTag, "hidden", source, tmp_path / ".out", optimizer_form="zero1_full")
+    convert(source, tmp_path / "empty", to="tag", optimizer_form="zero1_full")
 
     assert "keep" == (tmp_path / "mine" / "notes.txt").read_text()
     assert (tmp_path / "empty" / "done").exists()
@@ -155,17 +155,9 @@ def test_an_input_that_is_no_tag(foreign: Path, tmp_path: Path) -> None:
     """Nothing there, the directory above, a directory of other things, a save that was interrupted."""
     refused(CheckpointNotFound, "does not exist", tmp_path / "nowhere", tmp_path / "out")
     refused(CheckpointNotFound, "step_3", foreign.parent, tmp_path / "out")
-    refused(PartNotFound, "no checkpoint", foreign / "model", tmp_path / "out")
+    refused(CheckpointNotFound, "none of the layouts", foreign / "model", tmp_path / "out")
     (foreign / "done").unlink()
     refused(CheckpointNotFound, "interrupted", foreign, tmp_path / "out")
-
-
-def test_an_input_of_nxd_0_1_to_0_5_is_refused(tmp_path: Path) -> None:
-    """Those have no files that could be taken over."""
-    source = tmp_path / "old"
-    source.mkdir()
-    torch.save({"model": {"weight": torch.ones(2)}}, source / "tp_rank_00")
-    refused(UnsupportedState, "0.1 to 0.5", source, tmp_path / "out")
 
 
 def test_an_input_without_a_zero1_optimizer_is_refused(golden: Path, tmp_path: Path) -> None:
@@ -176,12 +168,13 @@ def test_an_input_without_a_zero1_optimizer_is_refused(golden: Path, tmp_path: P
     refused(OptimizerMismatch, "no optimizer", tmp_path / "model" / "step_1", tmp_path / "out")
     save_as_every_rank(tmp_path / "neither", "step_1", [Topology()], lambda rank: {"user_content": 1})
     with pytest.raises(PartNotFound, match="neither"):
-        reshard(tmp_path / "neither" / "step_1", tmp_path / "out", dp=2)
+        convert(tmp_path / "neither" / "step_1", tmp_path / "out", to="tag", dp=2)
 
 
 def test_an_input_that_is_unsharded_already(golden: Path, tmp_path: Path) -> None:
     """As NxD's converter refuses it."""
-    refused(InvalidArgument, "unsharded already", golden / "k_convert/pt/full", tmp_path / "out", convert_to_full=True)
+    source = golden / "k_convert" / "pt" / "full"
+    refused(InvalidArgument, "unsharded already", source, tmp_path / "out", optimizer_form="zero1_full")
 
 
 def test_ranks_files_that_are_missing(golden: Path, foreign: Path, tmp_path: Path) -> None:
@@ -244,9 +237,9 @@ def test_relative_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.
     """``converted`` and ``./step_3`` lie side by side."""
     source = save_example(tmp_path, 2)
     monkeypatch.chdir(tmp_path)
-    convert_zero1("./step_3", "converted", convert_to_full=True)
+    convert("./step_3", "converted", to="tag", optimizer_form="zero1_full")
     assert (tmp_path / "converted" / "done").exists()
     assert source.exists()
     with pytest.raises(InvalidArgument, match="names no tag"):
-        convert_zero1("memory://step_3", "out", convert_to_full=True)
+        convert("memory://step_3", "out", to="tag", optimizer_form="zero1_full")
     assert os.listdir(tmp_path / "converted")

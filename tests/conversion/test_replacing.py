@@ -21,8 +21,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nxd_ckpt import effects, load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import from_dcp, pack_checkpoint, to_dcp, unshard_checkpoint
+from nxd_ckpt import convert, effects, load_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument
 from nxd_ckpt.output import locations
 from nxd_ckpt.output.new_directories import remove_unused
@@ -37,7 +36,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 KILLED = """
 import os, sys
 
-from nxd_ckpt.convert import pack_checkpoint, to_dcp, unshard_checkpoint
+from nxd_ckpt import convert
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.local import LocalStorage
@@ -50,8 +49,8 @@ for number, kill in enumerate(kills):
     what, operation, key = kill.split(" ", 2)
     if os.fork() == 0:
         locations.open_storage = lambda path, *given: HookedStorage(LocalStorage(path, False), killing(operation, key))
-        make = {"whole": unshard_checkpoint, "dcp": to_dcp, "packed.tar": pack_checkpoint}[what]
-        make(f"{directory}/new", f"{directory}/{number}/{what}", overwrite=True)
+        make = {"whole": "files", "dcp": "dcp", "packed.tar": "tar"}[what]
+        convert(f"{directory}/new", f"{directory}/{number}/{what}", to=make, overwrite=True)
         os._exit(0)
     print(os.WTERMSIG(os.wait()[1]))
 """
@@ -59,7 +58,7 @@ for number, kill in enumerate(kills):
 SECOND = """
 import os, sys
 
-from nxd_ckpt.convert import unshard_checkpoint
+from nxd_ckpt import unshard_checkpoint
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.local import LocalStorage
@@ -83,7 +82,11 @@ locations.open_storage = lambda path, *given: HookedStorage(LocalStorage(path, F
 unshard_checkpoint(first, output)
 """
 
-OUTPUTS: dict[str, Callable[..., object]] = {"whole": unshard_checkpoint, "dcp": to_dcp, "packed.tar": pack_checkpoint}
+OUTPUTS: dict[str, Callable[..., object]] = {
+    "whole": partial(convert, to="files"),
+    "dcp": partial(convert, to="dcp"),
+    "packed.tar": partial(convert, to="tar"),
+}
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ def test_elsewhere_the_next_to_open_it_finishes(tags: Path) -> None:
     kills = [f"{output} {step.format(output)}" for output in OUTPUTS for step in steps]
     outputs = kill(tags, kills, exchanges=False)
     assert [True, False, True] * len(OUTPUTS) == [output.exists() for output in outputs]
-    from_dcp(tags / "4" / "dcp", tags / "back" / "step_1", dry_run=True)
+    convert(tags / "4" / "dcp", tags / "back" / "step_1", to="tag", dry_run=True)
     for output in outputs:
         if not output.exists():
             with pytest.raises(InvalidArgument, match="overwrite=True"):
@@ -257,7 +260,7 @@ def test_a_store_keeps_what_the_next_process_completed(
 
 @pytest.mark.usefixtures("tree")
 def test_a_store_with_directories_keeps_no_empty_ones(tags: Path) -> None:
-    to_dcp(tags / "old", f"tree://{tags / 'store' / 'dcp'}")
+    convert(tags / "old", f"tree://{tags / 'store' / 'dcp'}", to="dcp")
     assert ["dcp"] == [path.name for path in (tags / "store").iterdir()]
 
 

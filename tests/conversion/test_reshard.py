@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Partition, Topology, load_checkpoint, open_checkpoint
+from nxd_ckpt import Partition, Topology, convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.conversion import worker_pool
-from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.save.plan import SavePlan, plan_save
@@ -48,7 +47,7 @@ def test_every_rank_gets_its_part(tmp_path: Path, on: str, to: str, zero1: bool,
     result = tmp_path / "result" / "step_1"
     sizes: dict[str, Any] = after.topology.sizes
 
-    reshard(tmp_path / "step_1", result, **sizes, stages=stages_of(after, weights), durable=False)
+    convert(tmp_path / "step_1", result, to="tag", **sizes, stages=stages_of(after, weights), durable=False)
 
     assert () == verify_checkpoint(result.parent, "step_1").problems
     assert after.topology == open_checkpoint(result.parent).topology
@@ -66,7 +65,7 @@ def test_ranks_are_planned_once_and_written_side_by_side(
     """All of these, or two at a time, each planned again once others were planned in between; their files are equal."""
     tag = save_example(tmp_path, 3)
     monkeypatch.setattr(worker_pool, "TOGETHER", 1)
-    reshard(tag, tmp_path / "alone" / "step_3", dp=4)
+    convert(tag, tmp_path / "alone" / "step_3", to="tag", dp=4)
     ranks: list[int] = []
 
     def plan(state: SaveState, topology: Topology) -> SavePlan:
@@ -75,7 +74,7 @@ def test_ranks_are_planned_once_and_written_side_by_side(
 
     monkeypatch.setattr(worker_pool, "TOGETHER", together)
     monkeypatch.setattr(worker_pool, "plan_save", plan)
-    reshard(tag, tmp_path / "result" / "step_3", dp=4)
+    convert(tag, tmp_path / "result" / "step_3", to="tag", dp=4)
 
     assert [0, 1, 2, 3] * (plans // 4) == ranks
     for part in ("model", "optim"):
@@ -93,7 +92,7 @@ def test_experts_move_too(tmp_path: Path, on: str, to: str) -> None:
     result = tmp_path / "result" / "step_1"
     sizes: dict[str, Any] = after.topology.sizes
 
-    reshard(tmp_path / "step_1", result, **sizes, durable=False)
+    convert(tmp_path / "step_1", result, to="tag", **sizes, durable=False)
 
     for at in after.ranks:
         rank = fresh(weights, after, at)
@@ -114,7 +113,7 @@ def test_a_tag_of_nxds_with_partitions(golden: Path, tmp_path: Path) -> None:
     names = [held[0]["optimizer_param_names"]]
 
     tag = source.directory / "step_3"
-    reshard(tag, tmp_path / "tp1", tp=1, partitions=cut, saved_param_names=names, durable=False)
+    convert(tag, tmp_path / "tp1", to="tag", tp=1, partitions=cut, saved_param_names=names, durable=False)
 
     def put_together(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         dim = cut[name].partition_dim if name in cut else None
@@ -143,9 +142,10 @@ def test_experts_that_only_the_optimizer_shows_are_no_replicas(tmp_path: Path) -
     named = [[name for name in group if (name in experts) is own] for own in (False, True) for group in before.groups]
 
     with pytest.raises(TopologyMismatch, match=r"block0_experts.*pass partitions= with its expert=True"):
-        reshard(tag, tmp_path / "lost" / "step_1", ep=1, dp=3, saved_param_names=[named], durable=False)
+        convert(tag, tmp_path / "lost" / "step_1", to="tag", ep=1, dp=3, saved_param_names=[named], durable=False)
     cut = {name: Partition(expert=True) for name in experts}
-    reshard(tag, tmp_path / "ep1" / "step_1", ep=1, dp=3, saved_param_names=[named], partitions=cut, durable=False)
+    facts: dict[str, Any] = {"saved_param_names": [named], "partitions": cut}
+    convert(tag, tmp_path / "ep1" / "step_1", to="tag", ep=1, dp=3, **facts, durable=False)
 
     for at in after.ranks:
         rank = fresh(weights, after, at)
@@ -159,9 +159,9 @@ def test_a_cut_that_is_not_known_is_refused(golden: Path, tmp_path: Path) -> Non
 
     names = [source.held("step_3", 0)["optimizer_param_names"]]
     with pytest.raises(TopologyMismatch, match="partitions="):
-        reshard(source.directory / "step_3", tmp_path / "tp1", tp=1, saved_param_names=names)
+        convert(source.directory / "step_3", tmp_path / "tp1", to="tag", tp=1, saved_param_names=names)
     with pytest.raises(TopologyMismatch, match=r"embed.weight, .*partitions=.*saved_param_names="):
-        reshard(source.directory / "step_3", tmp_path / "tp1", tp=1)
+        convert(source.directory / "step_3", tmp_path / "tp1", to="tag", tp=1)
     assert not (tmp_path / "tp1").exists()
 
 
@@ -170,7 +170,7 @@ def test_parameters_without_names_cannot_change_stages(golden: Path, tmp_path: P
     source = saved(golden, "h_tp2_pp2_zero1_xser")
 
     with pytest.raises(OptimizerMismatch, match="saved_param_names="):
-        reshard(source.directory / "step_3", tmp_path / "pp1", pp=1)
+        convert(source.directory / "step_3", tmp_path / "pp1", to="tag", pp=1)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_sizes_that_do_not_fit_are_refused(
     before = contents(tmp_path / "step_1")
 
     with pytest.raises(error, match=complaint):
-        reshard(tmp_path / "step_1", tmp_path / "result" / "step_1", **sizes)
+        convert(tmp_path / "step_1", tmp_path / "result" / "step_1", to="tag", **sizes)
     assert not (tmp_path / "result" / "step_1").exists()
     assert before == contents(tmp_path / "step_1")
 
@@ -201,7 +201,7 @@ def test_all_of_the_tag_is_there(tmp_path: Path) -> None:
     """Scheduler and user content are taken over; what ranks saved for themselves is not."""
     source = save_example(tmp_path, 2)
 
-    reshard(source, tmp_path / "dp3", dp=3, durable=False)
+    convert(source, tmp_path / "dp3", to="tag", dp=3, durable=False)
 
     scheduler: dict[str, Any] = {}
     assert {"steps": 3} == load_checkpoint(tmp_path, "dp3", {}, {}, scheduler, topology=Topology(dp=3))

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
-from nxd_ckpt import save_checkpoint
-from nxd_ckpt.convert import UnshardStrategy, unshard_checkpoint
+from nxd_ckpt import UnshardStrategy, convert, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
 from nxd_ckpt.output import image_writer
 from tests.conversion.tags import SHAPES, Tree, contents, model, save_example, whole
@@ -94,12 +93,11 @@ def flat(tree: Tree, prefix: str = "") -> Tree:
 def test_every_strategy_holds_all(tmp_path: Path, strategy: str, use_safetensors: bool, use_xser: bool) -> None:
     """Model and ZeRO-1 optimizer, as pickles or safetensors; the index of several files says which holds what."""
     tag = save_example(tmp_path, 3, use_xser=use_xser)
-    done = unshard_checkpoint(
-        tag, tmp_path / "out", unshard_strategy=STRATEGIES[strategy], use_safetensors=use_safetensors
-    )
-    model_path, optim_path = done
+    options: dict[str, Any] = {"unshard_strategy": STRATEGIES[strategy], "use_safetensors": use_safetensors}
+    planned = convert(tag, tmp_path / "out", to="files", dry_run=True, **options)
+    model_path, optim_path = unshard_checkpoint(tag, tmp_path / "out", **options)
     found = {name: len(content) for name, content in contents(tmp_path / "out").items()}
-    assert found == done.files
+    assert found == planned.files
     assert (strategy == "one_file") == model_path.is_file()
     optimizer = expected_optimizer(whole())
     if not use_safetensors:
@@ -176,13 +174,13 @@ def test_extra_state_is_kept(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "count": 3, "extra": {"seen": [1, 2]}}
     save_checkpoint(tmp_path / "run", "step_1", state, durable=False)
     tag = tmp_path / "run" / "step_1"
-    assert None is difference(state, read(unshard_checkpoint(tag, tmp_path / "pt").model))
+    assert None is difference(state, read(unshard_checkpoint(tag, tmp_path / "pt")[0]))
     unshard_checkpoint(tag, tmp_path / "safe", use_safetensors=True)
     assert {"count": 3, "extra": {"seen": [1, 2]}} == json.loads((tmp_path / "safe" / "model.json").read_text())
 
     for name, extra in (("tensors", [torch.ones(2)]), ("bytes", b"\x00")):
         save_checkpoint(tmp_path / "run", name, {"w": torch.ones(2), "extra": extra}, durable=False)
-        assert "extra" in read(unshard_checkpoint(tmp_path / "run" / name, tmp_path / f"{name}-pt").model)
+        assert "extra" in read(unshard_checkpoint(tmp_path / "run" / name, tmp_path / f"{name}-pt")[0])
         with pytest.raises(UnsupportedState, match="use_safetensors=False"):
             unshard_checkpoint(tmp_path / "run" / name, tmp_path / f"{name}-safe", use_safetensors=True)
 
@@ -235,10 +233,10 @@ def test_a_tag_is_unsharded_from_a_store_into_another(tmp_path: Path, use_safete
     options: dict[str, Any] = {"use_safetensors": use_safetensors}
     url = f"{store}/out/step_1"
     unshard_checkpoint(f"{store}/run/step_1", url, unshard_strategy="chunks", size_per_shard="50B", **options)
-    done = unshard_checkpoint(f"{store}/run/step_1", url, overwrite=True, **options)
+    model_path, _ = unshard_checkpoint(f"{store}/run/step_1", url, overwrite=True, **options)
     files = fsspec.filesystem("memory")
-    assert [done.model] == [f"memory:/{path}" for path in files.find(url.removeprefix("memory:/"))]
-    data = files.cat_file(done.model)
+    assert [model_path] == [f"memory:/{path}" for path in files.find(url.removeprefix("memory:/"))]
+    data = files.cat_file(model_path)
     (tmp_path / "model").write_bytes(data)
     found = load(data) if use_safetensors else torch.load(tmp_path / "model", weights_only=True)
     assert None is difference(flat(model()), flat(found))
@@ -285,7 +283,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         UnshardStrategy("chunks")
     tree = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     save_checkpoint(tmp_path, "optimizer", optimizer=tree, durable=False)
-    with pytest.raises(PartNotFound, match="nothing to unshard"):
+    with pytest.raises(PartNotFound, match="nothing to write"):
         unshard_checkpoint(tmp_path / "optimizer", tmp_path / "out", optim=False)
     model_path, optim_path = unshard_checkpoint(tmp_path / "optimizer", tmp_path / "alone")
     assert (None, {"#0": {"step": 3}}) == (model_path, read(optim_path)["state"])

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from nxd_ckpt import save_checkpoint
-from nxd_ckpt.convert import unshard_checkpoint
+from nxd_ckpt import save_checkpoint, unshard_checkpoint
 from tests.tag.equality import difference
 
 

@@ -1,4 +1,4 @@
-"""``convert_zero1``: shards cut anew, bit for bit, in a tag that is as good as one that was saved."""
+"""``convert`` with optimizer_form: shards cut anew, bit for bit, in a tag that is as good as one that was saved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, load_checkpoint, open_checkpoint
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
@@ -36,10 +35,10 @@ def test_shards_are_those_of_the_new_size(
     before = contents(source)
 
     if full_between:
-        convert_zero1(source, tmp_path / "full", convert_to_full=True, durable=False)
+        convert(source, tmp_path / "full", to="tag", optimizer_form="zero1_full", durable=False)
         assert None is difference(plainly(whole()), plainly(optimizers(tmp_path / "full")[0]))
         source = tmp_path / "full"
-    convert_zero1(source, tmp_path / "new", convert_to_sharded=True, dp_size=new_dp, durable=False)
+    convert(source, tmp_path / "new", to="tag", optimizer_form="zero1", dp=new_dp, durable=False)
 
     cut = [sharded(whole(), new_dp, rank) for rank in range(new_dp)]
     assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "new")))
@@ -57,9 +56,9 @@ def test_a_training_job_goes_on(tmp_path: Path, on: str, to: str, use_xser: bool
     saved, live = layout_of(on, weights), layout_of(to, weights)
     save_job(tmp_path, weights, saved, use_xser=use_xser)
 
-    convert_zero1(tmp_path / "step_1", tmp_path / "full", convert_to_full=True, durable=False)
+    convert(tmp_path / "step_1", tmp_path / "full", to="tag", optimizer_form="zero1_full", durable=False)
     result = tmp_path / "result" / "step_1"
-    convert_zero1(tmp_path / "full", result, convert_to_sharded=True, dp_size=live.topology.dp, durable=False)
+    convert(tmp_path / "full", result, to="tag", optimizer_form="zero1", dp=live.topology.dp, durable=False)
 
     assert () == verify_checkpoint(result.parent, "step_1").problems
     for at in live.ranks:
@@ -72,7 +71,7 @@ def test_the_result_is_a_tag_as_if_saved(tmp_path: Path) -> None:
     """Complete, the newest, with the manifest's parts and parameters; any rank loads everything from it."""
     source = save_example(tmp_path, 2)
 
-    convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+    convert(source, tmp_path / "dp3", to="tag", optimizer_form="zero1", dp=3)
 
     saved, made = open_checkpoint(tmp_path, "step_3"), open_checkpoint(tmp_path)
     assert saved.manifest is not None
@@ -95,7 +94,7 @@ def test_unchanged_files_are_linked(tmp_path: Path, use_xser: bool) -> None:
     """The model, the scheduler and the user content take no space twice."""
     source = save_example(tmp_path, 2, use_xser=use_xser)
 
-    convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+    convert(source, tmp_path / "dp3", to="tag", optimizer_form="zero1", dp=3)
 
     taken = [path for path in source.rglob("*.pt") if path.is_file() and path.parts[len(source.parts)][0] in "msu"]
     assert taken
@@ -116,7 +115,7 @@ def test_where_links_do_not_work_files_are_copied(tmp_path: Path, monkeypatch: p
     source = save_example(tmp_path, 2, use_xser=True)
     monkeypatch.setattr(os, "link", refuse)
 
-    convert_zero1(source, tmp_path / "elsewhere" / "dp3", convert_to_sharded=True, dp_size=3, durable=False)
+    convert(source, tmp_path / "elsewhere" / "dp3", to="tag", optimizer_form="zero1", dp=3, durable=False)
 
     assert () == verify_checkpoint(tmp_path / "elsewhere").problems
     assert contents(source / "model") == contents(tmp_path / "elsewhere" / "dp3" / "model")
@@ -126,7 +125,7 @@ def test_the_optimizer_is_converted_alone_on_request(tmp_path: Path) -> None:
     """With ``optim_only`` the result is a tag that holds nothing else, and says so."""
     source = save_example(tmp_path, 2)
 
-    convert_zero1(source, tmp_path / "optim", convert_to_full=True, optim_only=True)
+    convert(source, tmp_path / "optim", to="tag", optimizer_form="zero1_full", optim_only=True)
 
     made = open_checkpoint(tmp_path, "optim")
     assert None is difference(plainly(whole()), plainly(optimizers(tmp_path / "optim")[0]))
@@ -147,8 +146,8 @@ def test_what_ranks_saved_for_themselves_stays_with_their_number(tmp_path: Path)
     """Random state belongs to no rank of a job of another size; on the same size it is kept."""
     source = save_example(tmp_path, 2)
 
-    convert_zero1(source, tmp_path / "same", convert_to_sharded=True, dp_size=2)
-    convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+    convert(source, tmp_path / "same", to="tag", optimizer_form="zero1", dp=2)
+    convert(source, tmp_path / "dp3", to="tag", optimizer_form="zero1", dp=3)
 
     assert {"rank": 1} == open_checkpoint(tmp_path, "same").rank_content(1)
     assert not open_checkpoint(tmp_path, "dp3").parts.rank_content
@@ -159,7 +158,7 @@ def test_nothing_else_is_left_in_the_directory(tmp_path: Path) -> None:
     """Neither tags nor remains: staging, votes and the lease are gone."""
     source = save_example(tmp_path / "input", 2)
 
-    convert_zero1(source, tmp_path / "output" / "dp3", convert_to_sharded=True, dp_size=3)
+    convert(source, tmp_path / "output" / "dp3", to="tag", optimizer_form="zero1", dp=3)
 
     storage = LocalStorage(tmp_path / "output")
     assert ["dp3"] == [info.tag for info in list_tags(storage)]
@@ -176,5 +175,5 @@ def test_damage_is_found_while_converting(tmp_path: Path) -> None:
     file.write_bytes(data)
 
     with pytest.raises(Exception, match=entry.name.rpartition("/")[2]):
-        convert_zero1(source, tmp_path / "dp3", convert_to_sharded=True, dp_size=3)
+        convert(source, tmp_path / "dp3", to="tag", optimizer_form="zero1", dp=3)
     assert not (tmp_path / "dp3").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nxd_ckpt
-from nxd_ckpt import convert, dcp, prune, testing, verify
+from nxd_ckpt import dcp, prune, testing, verify
 from nxd_ckpt.cli.main import parsers
 from tests.docs.markdown import DOCS, REPOSITORY
 from tests.support.processes import run_program
@@ -50,7 +50,7 @@ def test_every_file_of_the_documentation_is_a_page(site: Path) -> None:
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
     """Functions, classes and exceptions of the modules that users import, under the name they import."""
-    modules = {module.__name__: module.__all__ for module in (nxd_ckpt, convert, dcp, prune, testing, verify)}
+    modules = {module.__name__: module.__all__ for module in (nxd_ckpt, dcp, prune, testing, verify)}
     errors = inspect.getmembers(nxd_ckpt.errors, inspect.isclass)
     modules["nxd_ckpt.errors"] = [name for name, kind in errors if issubclass(kind, nxd_ckpt.errors.CheckpointError)]
     for module, names in modules.items():

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from nxd_ckpt import (
     Topology,
+    convert,
+    copy_checkpoint,
     diff_checkpoints,
     examine_checkpoint,
     list_checkpoints,
     open_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.convert import copy_checkpoint, reshard
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.reshard.tally import Tally
@@ -49,7 +50,7 @@ def test_a_tag_and_the_same_on_other_sizes_are_the_same(
     monkeypatch.setattr(side_by_side, "_MEMORY", 512)
     weights = weights_of(torch.bfloat16)
     save_job(tmp_path, weights, layout_of("dp2tp2", weights, zero1=True))
-    reshard(tmp_path / "step_1", tmp_path / "other", **to, durable=False)
+    convert(tmp_path / "step_1", tmp_path / "other", to="tag", **to, durable=False)
     a, b = (open_checkpoint(tmp_path, tag) for tag in ("step_1", "other"))
 
     found = diff_checkpoints(a, b, full=True)

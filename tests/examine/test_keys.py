@@ -14,13 +14,14 @@ from nxd_ckpt import (
     Checkpoint,
     Partition,
     Topology,
+    convert,
     diff_checkpoints,
     get_checkpoint_metadata,
     load_keys,
     open_checkpoint,
     save_checkpoint,
+    unshard_checkpoint,
 )
-from nxd_ckpt.convert import to_dcp, unshard_checkpoint
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, OptimizerMismatch, TopologyMismatch
 from tests.cli.checkpoints import CUTS, GLOBAL, save_examples, whole
@@ -257,5 +258,5 @@ def test_state_that_is_no_parameters_is_there(tmp_path: Path, caplog: pytest.Log
     unshard_checkpoint(tmp_path / "b", tmp_path / "whole")
     state = torch.load(tmp_path / "whole/optim.pt", weights_only=True)["state"]
     assert (2, [2.0] * 3) == (state["count"], state["seen"]["mean"].tolist())
-    to_dcp(tmp_path / "a", tmp_path / "dcp")
+    convert(tmp_path / "a", tmp_path / "dcp", to="dcp")
     assert "left out: count, seen" in caplog.text

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import reshard
+from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.errors import PartNotFound
 from tests.golden.checkpoints import groups_like, module_like, saved, sharded
 from tests.live.doubles import ExpertShardedOptimizer
@@ -76,7 +75,7 @@ def test_expert_parallel_ranks_step_with_the_rates_that_the_scheduler_had_set(
     golden_one, (dp, ep) = saved(golden, "i_dp4_ep2_zero1_pt"), sizes
     directory = golden_one.directory
     if converted:
-        reshard(directory / "step_3", tmp_path / "out" / "step_3", tp=1, pp=1, dp=dp, ep=ep, durable=False)
+        convert(directory / "step_3", tmp_path / "out" / "step_3", to="tag", tp=1, pp=1, dp=dp, ep=ep, durable=False)
         directory = tmp_path / "out"
     held, at = golden_one.held("step_3", 0), Topology(dp=dp, ep=ep)
     model = module_like(held)

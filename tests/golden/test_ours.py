@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import load_checkpoint, open_checkpoint
-from nxd_ckpt.convert import reshard
+from nxd_ckpt import convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import lost_files, lost_names, verify_checkpoint
@@ -47,7 +46,7 @@ def test_every_rank_loads_what_it_held(golden_of_ours: Path, name: str) -> None:
 def test_it_is_resharded(golden_of_ours: Path, tmp_path: Path, name: str) -> None:
     """Its tensors are the same on other sizes."""
     directory = golden_of_ours / name / "ckpt"
-    reshard(directory / "step_2", tmp_path / "step_2", dp=1, tp=4)
+    convert(directory / "step_2", tmp_path / "step_2", to="tag", dp=1, tp=4)
     found = diff_checkpoints(open_checkpoint(directory), open_checkpoint(tmp_path))
     assert ((), ()) == (found.tensors, found.problems)
     assert found.same_tensors > 20

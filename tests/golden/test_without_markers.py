@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import convert, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import reshard
 from nxd_ckpt.errors import CheckpointNotFound
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import saved
@@ -47,7 +46,7 @@ def test_it_is_opened_verified_and_converted_by_its_name(directory: Path, capsys
     assert main(["verify", str(directory / TAG)]) == 0
     assert main(["list", str(directory)]) == 0
     assert f"{TAG!r} (without markers: taken only by its name)" in capsys.readouterr().out
-    reshard(directory / TAG, directory / "plain", use_xser=False, durable=False)
+    convert(directory / TAG, directory / "plain", to="tag", use_xser=False, durable=False)
     assert not open_checkpoint(directory, "plain").parts.use_xser
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint
 from safetensors.torch import save_file
 
 import nxd_ckpt
-from nxd_ckpt.convert import pack_checkpoint
+from nxd_ckpt import convert
 from nxd_ckpt.core.topology import Topology
 from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
@@ -44,7 +44,7 @@ def play_with(golden: Path, directory: Path) -> None:
             use_xser=use_xser,
         )
         (directory / name / "sizes").write_text(json.dumps({"dp": 2}))
-    pack_checkpoint(directory / "ours" / "one", directory / "ours.tar")
+    convert(directory / "ours" / "one", directory / "ours.tar", to="tar")
     legacy = directory / "legacy" / "tp_rank_00_pp_rank_00" / "checkpoint.pt"
     legacy.parent.mkdir(parents=True)
     model = {"w": torch.ones(3, 2)}

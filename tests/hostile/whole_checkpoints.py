@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nxd_ckpt import Topology, has_checkpoint, load_checkpoint, open_checkpoint
-from nxd_ckpt.convert import from_dcp
+from nxd_ckpt import Topology, convert, has_checkpoint, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
@@ -47,7 +46,7 @@ def changed(rng: random.Random, path: Path, data: bytes, other: bytes) -> bytes:
 def readings(checkpoint: Path, scratch: Path) -> Iterator[Callable[[], object]]:
     """Everything that reads a checkpoint."""
     if (checkpoint / ".metadata").exists():
-        yield lambda: from_dcp(checkpoint, scratch / "tag", overwrite=True)
+        yield lambda: convert(checkpoint, scratch / "tag", to="tag", overwrite=True)
     elif checkpoint.suffix == ".tar":
         yield lambda: open_storage(str(checkpoint)).list()
         yield lambda: load_checkpoint(str(checkpoint), model={}, topology=Topology(dp=2))

@@ -147,7 +147,7 @@ def test_an_existing_output_is_replaced_on_request(tmp_path: Path, capsys: pytes
         assert "pass --overwrite" in capsys.readouterr().err
         assert 0 == convert(source, out, *mode, "--overwrite")
     with pytest.raises(SystemExit):
-        nxd_ckpt_main(["convert-zero1", "--help"])
+        nxd_ckpt_main(["convert", "--help"])
     assert "--overwrite" in capsys.readouterr().out
 
 

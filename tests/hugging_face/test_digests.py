@@ -16,8 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from nxd_ckpt import diff_checkpoints, load_checkpoint, load_keys, open_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, unshard_checkpoint
+from nxd_ckpt import (
+    convert,
+    diff_checkpoints,
+    load_checkpoint,
+    load_keys,
+    open_checkpoint,
+    save_checkpoint,
+    unshard_checkpoint,
+)
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch
@@ -52,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _hf(run: Path, out: Path, **options: Any) -> None:
-    export_checkpoint(run / "step_1", out, config=run, durable=False, **options)
+    convert(run / "step_1", out, to="hf", config=run, durable=False, **options)
 
 
 def _files(run: Path, out: Path, **options: Any) -> None:
@@ -114,7 +121,7 @@ def test_a_changed_byte_is_refused_before_anything_changes(run: Path, tmp_path: 
         lambda: load_checkpoint(tmp_path / "hf", model=model),
         lambda: open_checkpoint(tmp_path / "hf").read("model/lm_head.weight", slice(63, 64)),
         lambda: list(load_keys(tmp_path / "hf", ["model/lm_head.weight"])),
-        lambda: import_checkpoint(tmp_path / "hf", tmp_path / "tag" / "step_0", durable=False),
+        lambda: convert(tmp_path / "hf", tmp_path / "tag" / "step_0", to="tag", names="nxd", durable=False),
         lambda: diff_checkpoints(tmp_path / "good", tmp_path / "hf", full=True),
     ]
     for call in refused:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import import_checkpoint, migrate
+from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -94,10 +93,11 @@ def test_a_model_without_config_json(tmp_path: Path, file: str) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items() if name in state)
     for number, source in enumerate((place, place / file)):
         with pytest.raises(InvalidArgument, match=r"model type is not known\. Pass the model's config\.json"):
-            import_checkpoint(source, tmp_path / "run" / "step_0")
-        for convert in (import_checkpoint, partial(migrate, to="tag")):
+            convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd")
+        for names in ("nxd", "hf"):
             found: dict[str, torch.Tensor] = {}
-            convert(source, tmp_path / str(number) / "step_0", config=tmp_path / "whole", overwrite=True)
+            made: dict[str, Any] = {"to": "tag", "names": names, "config": tmp_path / "whole", "overwrite": True}
+            convert(source, tmp_path / str(number) / "step_0", **made)
             load_checkpoint(tmp_path / str(number), model=found)
             assert sum(map(torch.numel, state.values())) == sum(map(torch.numel, found.values()))
     assert not (tmp_path / "run").exists()
@@ -115,9 +115,9 @@ def test_a_model_without_config_json(tmp_path: Path, file: str) -> None:
 def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, file: str, complaint: str) -> None:
     """By its name, before it is read."""
     (tmp_path / file).write_bytes(b"")
-    for convert in (import_checkpoint, partial(migrate, to="dcp")):
+    for names in ("own", "nxd", "hf"):
         with pytest.raises(UnsupportedState, match=complaint):
-            convert(tmp_path / file, tmp_path / "run" / "step_0")
+            convert(tmp_path / file, tmp_path / "run" / "step_0", to="tag", names=names)
     assert [tmp_path / file] == [*tmp_path.iterdir()]
 
 
@@ -329,7 +329,7 @@ def test_weights_that_are_not_read_are_said(tmp_path: Path, caplog: pytest.LogCa
     state = write_model(tmp_path / "hf", Model(), shards=2)
     save_file({"old": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
     said = r"hf: model\.safetensors not read, since model\.safetensors\.index\.json says .* model-00001-of-00002"
-    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "s")
+    convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd")
     assert 1 == len([one for one in caplog.messages if re.search(said, one)])
     caplog.clear()
     model = live(Job(Model()).rank(state))

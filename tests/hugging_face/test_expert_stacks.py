@@ -16,17 +16,17 @@ pytestmark = [pytest.mark.plain, pytest.mark.soak]
 
 GROWTH = """
 import resource, sys
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+from nxd_ckpt import convert
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 hf, work = sys.argv[1:]
 before = peak()
-import_checkpoint(hf, f"{work}/run/step_0", durable=False)
-export_checkpoint(f"{work}/run/step_0", f"{work}/out", config=hf, durable=False)
+convert(hf, f"{work}/run/step_0", to="tag", names="nxd", durable=False)
+convert(f"{work}/run/step_0", f"{work}/out", to="hf", config=hf, durable=False)
 for form in ("dcp", "torchtitan", "tag"):
-    migrate(f"{work}/run/step_0", f"{work}/{form}/step_0", to=form, config=hf, durable=False)
+    convert(f"{work}/run/step_0", f"{work}/{form}/step_0", to=form, names="hf", config=hf, durable=False)
 print(peak() - before)
 """
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.conversion.export import Export
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.hugging_face import Dtype
 from tests.hugging_face.jobs import jobs
@@ -36,11 +36,11 @@ JOBS = {
 }
 
 
-def export(tag: Path, out: Path, job: Job, **options: Any) -> Export:
+def export(tag: Path, out: Path, job: Job, **options: Any) -> Converted:
     """With the job's config.json, beside the output."""
     config = write_config(out.parent / "config", job.model.config)
     how = {"kv_size_multiplier": job.copies, "hardware": job.hardware, **options}
-    return export_checkpoint(tag, out, config=config, **how)
+    return convert(tag, out, to="hf", config=config, **how)
 
 
 @pytest.mark.parametrize("use_xser", [False, True])
@@ -97,7 +97,7 @@ def test_a_dtype_is_cast_to(tmp_path: Path, dtype: Dtype) -> None:
     state = {name: tensor / 3 for name, tensor in job.model.state().items()}
     tag = save_job(tmp_path / "run", job, state)
     config = write_config(tmp_path / "config", {**job.model.config, "torch_dtype": "float64"})
-    export_checkpoint(tag, tmp_path / "out", config=config, dtype=dtype)
+    convert(tag, tmp_path / "out", to="hf", config=config, dtype=dtype)
     wanted = getattr(torch, dtype)
     assert [] == differences({name: tensor.to(wanted) for name, tensor in state.items()}, weights(tmp_path / "out"))
     assert dtype == json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"]
@@ -111,7 +111,7 @@ def test_what_belongs_to_the_model_is_copied(tmp_path: Path) -> None:
     for name in given_files:
         (tmp_path / "hf" / name).write_text(name)
     tag = save_job(tmp_path / "run", job, job.model.state())
-    export_checkpoint(tag, tmp_path / "out", config=tmp_path / "hf", tokenizer=tmp_path / "hf")
+    convert(tag, tmp_path / "out", to="hf", config=tmp_path / "hf", tokenizer=tmp_path / "hf")
     found = {path.name: path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
     assert json.loads(found.pop("config.json")) == job.model.config
     assert {name: name for name in given_files if name != "training.log"} == found
@@ -140,9 +140,10 @@ def test_all_that_is_not_weights_is_copied_with_the_tokenizer(
     (tmp_path / "secret.txt").write_text("secret")
     (snapshot / "notes.txt").symlink_to(tmp_path / "secret.txt")
     config = write_config(tmp_path / "config", Model().config)
-    command = ["export", str(tag), str(tmp_path / "out"), "--config", str(config), "--tokenizer", str(snapshot)]
+    options = ["--config", str(config), "--tokenizer", str(snapshot), "--json"]
+    command = ["convert", "--to", "hf", str(tag), str(tmp_path / "out"), *options]
     assert 0 == main(command)
-    assert f"copied too: {', '.join(copied)}, config.json" in capsys.readouterr().out
+    assert {*copied, "config.json", "model.safetensors"} == json.loads(capsys.readouterr().out)["files"].keys()
     out = tmp_path / "out"
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file() and not path.is_symlink()}
     assert {*copied, "config.json", "model.safetensors"} == found
@@ -152,7 +153,7 @@ def test_all_that_is_not_weights_is_copied_with_the_tokenizer(
     assert 0 == main([*command, "--overwrite"])
     (out / "model.safetensors").unlink()
     with pytest.raises(InvalidArgument, match=r"holds .*which no Hugging Face model has"):
-        export_checkpoint(tag, out, config=config, overwrite=True)
+        convert(tag, out, to="hf", config=config, overwrite=True)
 
 
 def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     tag = save_job(tmp_path / "run", job, state)
     config = write_config(tmp_path / "config", {**job.model.config, "tie_word_embeddings": True})
-    export_checkpoint(tag, tmp_path / "out", config=config)
+    convert(tag, tmp_path / "out", to="hf", config=config)
     assert [] == differences({n: t for n, t in state.items() if n != "lm_head.weight"}, weights(tmp_path / "out"))
 
 
@@ -171,6 +172,7 @@ def test_an_export_says_what_it_did(tmp_path: Path) -> None:
     job = Job(Model(), tp=2)
     done = export(save_job(tmp_path / "run", job, job.model.state()), tmp_path / "out", job)
     gate = next(one for one in done.tensors if one.name == "model.layers.1.mlp.gate_proj.weight")
-    assert ("model.layers.1.mlp.gate_up_proj.weight", (24, 8), (12, 8)) == (gate.source, gate.source_shape, gate.shape)
-    assert {"model.safetensors": (tmp_path / "out" / "model.safetensors").stat().st_size} == done.files
+    assert ("model.layers.1.mlp.gate_up_proj.weight",) == gate.made_of
+    assert ((24, 8), (12, 8)) == (gate.source_shape, gate.shape)
+    assert {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()} == done.files
     assert ("llama", {}, ()) == (done.mapping, done.unknown, done.missing)

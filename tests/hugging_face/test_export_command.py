@@ -1,4 +1,4 @@
-"""``nxd-ckpt export``: what it prints and returns."""
+"""``nxd-ckpt convert --to hf``: what it prints and returns."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def command(tmp_path: Path, *arguments: str) -> int:
         save_job(tmp_path / "run", JOB, JOB.model.state())
     config = write_config(tmp_path / "config", JOB.model.config)
     heads = ["--kv-size-multiplier", "2", "--hw-backend", "trn2"]
-    return main(["export", str(tag), str(tmp_path / "out"), "--config", str(config), *heads, *arguments])
+    return main(["convert", "--to", "hf", str(tag), str(tmp_path / "out"), "--config", str(config), *heads, *arguments])
 
 
 def test_the_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line says what was done; --quiet says nothing."""
     assert 0 == command(tmp_path, "--size-per-shard", "1kB")
-    assert "is exported to" in capsys.readouterr().out
+    assert "is converted to" in capsys.readouterr().out
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
     assert 0 == command(tmp_path, "--overwrite", "--quiet")
     assert ("", "") == capsys.readouterr()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load
 
 import nxd_ckpt
-from nxd_ckpt.convert import export_checkpoint, pack_checkpoint
+from nxd_ckpt import convert
 from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.output import image_writer, output
 from nxd_ckpt.output.locations import Location
@@ -33,10 +33,10 @@ JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 
 MEMBER = """
 import sys
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import convert
 
-done = export_checkpoint(
-    sys.argv[1], sys.argv[2], config=sys.argv[3], kv_size_multiplier=2, size_per_shard="1kB", all_ranks=True,
+done = convert(
+    sys.argv[1], sys.argv[2], to="hf", config=sys.argv[3], kv_size_multiplier=2, size_per_shard="1kB", all_ranks=True,
     timeout=600,
 )
 print(len(done.files))
@@ -44,13 +44,13 @@ print(len(done.files))
 
 GROWTH = """
 import resource, sys, torch
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import convert
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 before = peak()
-export_checkpoint(sys.argv[1], sys.argv[2], config=sys.argv[3], size_per_shard="64MiB")
+convert(sys.argv[1], sys.argv[2], to="hf", config=sys.argv[3], size_per_shard="64MiB")
 print(peak() - before)
 """
 
@@ -71,9 +71,9 @@ def test_an_export_goes_to_an_object_store(tmp_path: Path, size_per_shard: str) 
     config = write_config(tmp_path / "config", JOB.model.config)
     how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, "size_per_shard": size_per_shard}
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
-    export_checkpoint(tag, f"{url}/hf", **how)
+    convert(tag, f"{url}/hf", to="hf", **how)
     assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
-    export_checkpoint(tag, f"{url}/hf", overwrite=True, **{**how, "size_per_shard": "2kB"})
+    convert(tag, f"{url}/hf", to="hf", overwrite=True, **{**how, "size_per_shard": "2kB"})
     assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
 
 
@@ -83,8 +83,8 @@ def test_an_export_reads_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     for name in ("one.tar", "one.tgz"):
-        pack_checkpoint(tag, tmp_path / name)
-        export_checkpoint(tmp_path / name, tmp_path / f"{name}-hf", config=config, kv_size_multiplier=2)
+        convert(tag, tmp_path / name, to="tar")
+        convert(tmp_path / name, tmp_path / f"{name}-hf", to="hf", config=config, kv_size_multiplier=2)
         assert [] == differences(JOB.model.state(), weights(tmp_path / f"{name}-hf"))
 
 
@@ -96,14 +96,14 @@ def test_on_a_store_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.Mon
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     url = f"memory://{uuid.uuid4().hex}/hf"
-    export_checkpoint(tag, url, config=config, kv_size_multiplier=2, size_per_shard="1kB")
+    convert(tag, url, to="hf", config=config, kv_size_multiplier=2, size_per_shard="1kB")
     written = [one.key for one in log if one.name in ("write", "close") and one.key.startswith("hf/")]
     assert ["hf/config.json", "hf/model.safetensors.index.json"] == written[-2:]
 
     state = {name: tensor * 1e30 for name, tensor in JOB.model.state().items()}
     large = save_job(tmp_path / "large", JOB, state)
     with pytest.raises(DtypeMismatch):
-        export_checkpoint(large, f"{url}2", config=config, kv_size_multiplier=2, dtype="float16")
+        convert(large, f"{url}2", to="hf", config=config, kv_size_multiplier=2, dtype="float16")
     assert {} == stored(f"{url}2")
 
 
@@ -118,7 +118,7 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     ended = run_ranks(MEMBER, *[[tag, tmp_path / "out", config]] * 2)
     assert [0, 0] == [one.returncode for one in ended]
     counts = [int(one.stdout.split()[-1]) for one in ended]  # gloo prints too
-    assert counts == [len(list((tmp_path / "out").glob("*.safetensors")))] * 2
+    assert counts == [len(list((tmp_path / "out").glob("*.safetensors"))) + 1] * 2  # and config.json
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
 
 
@@ -130,10 +130,10 @@ def test_what_an_interrupted_export_left_is_removed(tmp_path: Path, monkeypatch:
         patch.setattr(output.Output, "_remove_unfinished", lambda self: None)  # as if it had been killed
         patch.setattr(image_writer, "_fill", _no_memory)
         with pytest.raises(MemoryError):
-            export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)
+            convert(tag, tmp_path / "out", to="hf", config=config, kv_size_multiplier=2)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / ".out.incomplete").is_dir()
-    export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)
+    convert(tag, tmp_path / "out", to="hf", config=config, kv_size_multiplier=2)
     assert ["config", "out", "run"] == sorted(path.name for path in tmp_path.iterdir())
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly
@@ -159,12 +158,12 @@ def test_a_model_of_8_bits_is_imported_and_loaded(tmp_path: Path, family: str) -
     places = {name: f"model-0000{number + 1}-of-00002.safetensors" for number in (0, 1) for name in halves[number]}
     (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
-    import_checkpoint(hub, tmp_path / "run" / "step_0", dp=2, tp=2, ep=2, pp=2)
-    export_checkpoint(tmp_path / "run" / "step_0", tmp_path / "out", config=hub)
+    convert(hub, tmp_path / "run" / "step_0", to="tag", names="nxd", dp=2, tp=2, ep=2, pp=2)
+    convert(tmp_path / "run" / "step_0", tmp_path / "out", to="hf", config=hub)
     assert [] == differences(plain, weights(tmp_path / "out"))
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
-    migrate(hub, tmp_path / "dcp", to="dcp")
+    convert(hub, tmp_path / "dcp", names="hf", to="dcp")
     held = {name: torch.zeros_like(tensor) for name, tensor in plain.items()}
     load({"model": held}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert [] == differences(plain, held)
@@ -198,7 +197,7 @@ def test_ranks_read_their_parts(tmp_path: Path) -> None:
     opened(tmp_path / "hub", fine_grained(), state)
     rules = [{"nxd": f"{name}.weight", "hf": f"{name}.weight", "dim": dim} for name, dim in (("row", 1), ("column", 0))]
     mapping = {"format_version": 1, "name": "mine", "rules": rules}
-    import_checkpoint(tmp_path / "hub", tmp_path / "run" / "s", tp=2, mapping=mapping, dtype="float32")
+    convert(tmp_path / "hub", tmp_path / "run" / "s", to="tag", names="nxd", tp=2, mapping=mapping, dtype="float32")
     exact = numbers(32, 32).float() * spread(scales(2, 2), (32, 32), (BLOCK, BLOCK))
     for rank in (0, 1):
         model = {"row.weight": torch.zeros(32, 16), "column.weight": torch.zeros(16, 32)}
@@ -248,7 +247,7 @@ def test_scales_that_do_not_fit_are_refused(
             load_checkpoint(tmp_path / "hub", model=target, strict=strict)
         assert all(torch.all(tensor == -1) for tensor in target.parameters())
     with pytest.raises(kind, match=text):
-        import_checkpoint(tmp_path / "hub", tmp_path / "run" / "s", tp=2)
+        convert(tmp_path / "hub", tmp_path / "run" / "s", to="tag", names="nxd", tp=2)
     assert not (tmp_path / "run" / "s").exists()
 
 
@@ -280,14 +279,14 @@ def test_a_section_says_how_its_model_is_quantized(tmp_path: Path) -> None:
 
 GROWTH = """
 import resource, sys
-from nxd_ckpt.convert import import_checkpoint
+from nxd_ckpt import convert
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 mapping = {"format_version": 1, "name": "mine", "rules": [{"nxd": "x.weight", "hf": "x.weight", "dim": 1}]}
 before = peak()
-import_checkpoint(sys.argv[1], sys.argv[2], tp=2, mapping=mapping, durable=False)
+convert(sys.argv[1], sys.argv[2], to="tag", names="nxd", tp=2, mapping=mapping, durable=False)
 print(peak() - before)
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import convert
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.errors import TopologyMismatch
 from tests.hugging_face.reference import Job, Model, State
@@ -27,7 +27,7 @@ def export(tag: Path, job: Job, **options: Any) -> State:
     """What is exported of the tag, with the job's config.json, copies and hardware."""
     config = write_config(tag.parents[1] / "config", job.model.config)
     how = {"kv_size_multiplier": job.copies, "hardware": job.hardware, **options}
-    export_checkpoint(tag, tag.parents[1] / "out", config=config, **how)
+    convert(tag, tag.parents[1] / "out", to="hf", config=config, **how)
     return weights(tag.parents[1] / "out")
 
 

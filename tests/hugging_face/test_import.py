@@ -15,9 +15,8 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import save_file
 
-from nxd_ckpt import Topology, load_checkpoint
+from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
 from nxd_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -72,7 +71,7 @@ def bring(source: Path, tag: Path, job: Job, **options: Any) -> None:
         "durable": False,
     }
     sizes = {"dp": job.ep, "tp": job.tp, "pp": job.pp, "ep": job.ep}
-    import_checkpoint(source, tag, **{**how, **sizes, **heads_of(job), **options})
+    convert(source, tag, to="tag", names="nxd", **{**how, **sizes, **heads_of(job), **options})
 
 
 def heads_of(job: Job) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def test_a_model_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     job, tag = JOBS[name], tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
     bring(tmp_path / "hf", tag, job)
-    export_checkpoint(tag, tmp_path / "out", config=tmp_path / "hf", **heads_of(job))
+    convert(tag, tmp_path / "out", to="hf", config=tmp_path / "hf", **heads_of(job))
     assert [] == differences(state, weights(tmp_path / "out"))
 
 
@@ -311,7 +310,7 @@ def test_tensors_larger_than_a_wave_need_no_more_memory(tmp_path: Path, monkeypa
     save_file(state, tmp_path / "hf" / "model.safetensors")
     rule = {"nxd": "both.weight", "hf": ["a.weight", "b.weight"], "dim": 1, "transposed": True}
     mapping = {"format_version": 1, "name": "mine", "rules": [rule]}
-    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2, mapping=mapping, durable=False)
+    convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd", tp=2, mapping=mapping, durable=False)
     for tp_rank in range(2):
         parts = [state[name].T.chunk(2, dim=1)[tp_rank] for name in ("a.weight", "b.weight")]
         found = loaded(tmp_path / "run" / "step_0", Topology(tp=2, tp_rank=tp_rank))
@@ -333,7 +332,7 @@ def test_other_models_need_a_mapping_file(tmp_path: Path) -> None:
     save_file(state, tmp_path / "hf" / "model.safetensors")
     mapping = tmp_path / "mine.json"
     mapping.write_text(json.dumps(document))
-    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2, mapping=mapping, durable=False)
+    convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd", tp=2, mapping=mapping, durable=False)
     found = loaded(tmp_path / "run" / "step_0", Topology(tp=2, tp_rank=1))
     assert [] == differences({"both.weight": torch.tensor([[2.0, 3.0], [6.0, 7.0]])}, found)
 
@@ -343,7 +342,8 @@ def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"), tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
     sizes = ["--tp", "4", "--pp", "2", "--kv-size-multiplier", "2", "--hw-backend", "trn2"]
-    command = ["import", str(tmp_path / "hf"), str(tag), *sizes, "--fuse-qkv", "--use-xser", "--quiet"]
+    command = ["convert", "--to=tag", "--names=nxd", "--fuse-qkv", "--use-xser", "--quiet"]
+    command += [str(tmp_path / "hf"), str(tag), *sizes]
     assert (0, ("", "")) == (main(command), capsys.readouterr())
     for at in ranks(job):
         assert [] == differences(local_state(job, state, at), loaded(tag, at))
@@ -356,13 +356,13 @@ def test_a_dry_run_shows_what_maps_to_what(tmp_path: Path, capsys: pytest.Captur
     job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="linear", copies=2), tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
     options = ["--tp", "4", "--pp", "2", "--kv-size-multiplier", "2", "--qkv-linear", "--dry-run"]
-    assert 0 == main(["import", str(tmp_path / "hf"), str(tag), *options, "--json"])
+    assert 0 == main(["convert", "--to=tag", "--names=nxd", str(tmp_path / "hf"), str(tag), *options, "--json"])
     document = json.loads(capsys.readouterr().out)
     for pp_rank in range(2):
         held = local_state(job, state, Topology(tp=4, pp=2, pp_rank=pp_rank))
         shapes = {one["name"]: tuple(one["shape"]) for one in document["tensors"] if one["pp_rank"] == pp_rank}
         assert {name: tuple(tensor.shape) for name, tensor in held.items()} == shapes
-    members = {name for one in document["tensors"] for name in one["members"]}
+    members = {name for one in document["tensors"] for name in one["made_of"]}
     assert (set(state), {}, []) == (members, document["unknown"], document["missing"])
     assert not (tmp_path / "run").exists()
 
@@ -372,9 +372,10 @@ def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.Captur
     state = {**Model().state(), "model.layers.0.mlp.gate.weight": torch.ones(2)}
     del state["model.layers.1.mlp.up_proj.weight"]
     write_model(tmp_path / "hf", Model(), state)
-    assert 1 == main(["import", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), "--dry-run"])
+    command = ["convert", "--to=tag", "--names=nxd", "--dry-run"]
+    assert 1 == main([*command, str(tmp_path / "hf"), str(tmp_path / "run" / "step_0")])
     *tensors, _, header, unknown, missing = capsys.readouterr().out.splitlines()
-    assert ["Hugging", "Face", "closest", "rules"] == header.split()
+    assert ["name", "closest", "rules"] == header.split()
     assert "model.layers.0.mlp.gate.weight" == unknown.split()[0]
     assert "model.layers.{layer}.mlp.gate_proj.weight" in unknown
     assert "missing, though every such model has them: model.layers.1.mlp.up_proj.weight" == missing
@@ -420,7 +421,7 @@ def test_several_processes_and_stores(tmp_path: Path) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     for path in (tmp_path / "hf").iterdir():
         fsspec.filesystem("memory").pipe_file(f"{url}/hf/{path.name}", path.read_bytes())
-    import_checkpoint(f"{url}/hf", f"{url}/run/step_0", tp=2, pp=2)
+    convert(f"{url}/hf", f"{url}/run/step_0", to="tag", names="nxd", tp=2, pp=2)
     for at in ranks(job):
         found: State = {}
         load_checkpoint(f"{url}/run", "step_0", model=found, topology=at)

@@ -14,11 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
+from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
 from nxd_ckpt.core.mapping import load_mapping
 from nxd_ckpt.core.sizes import Sizes
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
 from nxd_ckpt.tag.mappings import find_mapping, shipped_mappings
 from tests.hugging_face.families import CASES, FAMILIES, SIZES, random_model
@@ -72,7 +72,7 @@ def test_a_config_that_contradicts_the_files_is_refused(
     """In an import, by the name of the tensor and the keys that decide."""
     written(tmp_path / "hf", name, **config)
     with pytest.raises(kind, match=complaint):
-        import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0")
+        convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd")
     assert not (tmp_path / "run" / "step_0").exists()
 
 
@@ -110,7 +110,7 @@ def test_an_export_is_refused_too(
     model = written(tmp_path / "config", "deepseek-v3", **config)
     save_checkpoint(tmp_path / "run", "step_1", model)
     with pytest.raises(kind, match=complaint):
-        export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=tmp_path / "config")
+        convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=tmp_path / "config")
     assert not (tmp_path / "out").exists()
 
 
@@ -126,7 +126,7 @@ def test_heads_and_experts_are_not_cut(tmp_path: Path, sizes: dict[str, Any], co
     """Although 16 ranks would divide the elements of latent queries."""
     written(tmp_path / "hf", "deepseek-v3")
     with pytest.raises(TopologyMismatch, match=complaint):
-        import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", **sizes)
+        convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd", **sizes)
 
 
 def test_mappings_know_the_sizes_in_config() -> None:
@@ -155,13 +155,13 @@ def test_layers_of_multi_token_prediction_are_left_out(
     extra = {**own, "model.layers.2.eh_proj.weight": torch.ones(2, 4), "model.layers.2.enorm.weight": torch.ones(2)}
     save_file({**state, **extra}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
 
-    done = import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2)
-    assert {"for multi-token prediction": tuple(sorted(extra))} == done.left_out
+    done = convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd", tp=2)
+    assert (f"tensors for multi-token prediction: {first_of(sorted(extra))}",) == done.left_out
     half: dict[str, torch.Tensor] = {}
     load_checkpoint(tmp_path / "run", model=half, topology=Topology(tp=2, tp_rank=1))
     assert [] == [name for name in half if ".layers.2." in name]
-    assert 0 == main(["import", str(tmp_path / "hf"), str(tmp_path / "run" / "step_1")])
-    assert "left out, for multi-token prediction: model.layers.2." in capsys.readouterr().out
+    assert 0 == main(["convert", "--to=tag", "--names=nxd", str(tmp_path / "hf"), str(tmp_path / "run" / "step_1")])
+    assert "left out: tensors for multi-token prediction: model.layers.2." in capsys.readouterr().out
 
     fresh = random_model("deepseek-v3")
     with torch.no_grad():

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import ShapeMismatch
 from tests.hugging_face import saved
 from tests.hugging_face.saved import weights
@@ -43,7 +42,7 @@ def llama(rows: int, surplus: float = 7.0) -> dict[str, torch.Tensor]:
 def export(path: Path, state: dict[str, torch.Tensor], **changes: Any) -> Path:
     (path / "config.json").write_text(json.dumps({**SIZES, **changes}))
     save_checkpoint(path / "run", "s", state)
-    export_checkpoint(path / "run" / "s", path / "out", config=path / "config.json")
+    convert(path / "run" / "s", path / "out", to="hf", config=path / "config.json")
     return path / "out"
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import Topology, convert
 from nxd_ckpt.errors import PartNotFound
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, local_state, weights, write_config
@@ -53,7 +52,7 @@ def save(directory: Path, **options: Any) -> Path:
 
 def export(tag: Path, out: Path, **options: Any) -> State:
     config = write_config(out.parent / "config", JOB.model.config)
-    export_checkpoint(tag, out, config=config, kv_size_multiplier=2, **options)
+    convert(tag, out, to="hf", config=config, kv_size_multiplier=2, **options)
     return weights(out)
 
 

@@ -20,8 +20,7 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from nxd_ckpt import load_checkpoint, open_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt import convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import KeyMismatch
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -64,8 +63,8 @@ def test_a_directory_without_the_usual_head_is_read(kind: Any, tmp_path: Path) -
     live = made(kind)
     load_checkpoint(tmp_path / "saved", model=live)
     assert values(saved) == values(live)
-    import_checkpoint(tmp_path / "saved", tmp_path / "tags" / "imported", tp=2)
-    export_checkpoint(tmp_path / "tags" / "imported", tmp_path / "back", config=tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "tags" / "imported", to="tag", names="nxd", tp=2)
+    convert(tmp_path / "tags" / "imported", tmp_path / "back", to="hf", config=tmp_path / "saved")
     assert values(saved) == values(kind.from_pretrained(tmp_path / "back"))
 
 
@@ -75,7 +74,7 @@ def test_a_head_that_is_lost_is_missed(tmp_path: Path) -> None:
     made(LlamaModel).save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "config.json").write_bytes((tmp_path / "causal" / "config.json").read_bytes())
     with pytest.raises(KeyMismatch, match=r"lm_head\.weight"):
-        import_checkpoint(tmp_path / "base", tmp_path / "tags" / "one")
+        convert(tmp_path / "base", tmp_path / "tags" / "one", to="tag", names="nxd")
     with pytest.raises(KeyMismatch, match=r"unexpected in the checkpoint: 'lm_head\.weight'; load with strict=False"):
         load_checkpoint(tmp_path / "causal", model=made(LlamaModel))
 
@@ -94,7 +93,7 @@ def test_a_base_model_takes_what_it_has_with_strict_false(tmp_path: Path) -> Non
 def test_a_tag_of_a_base_model_has_the_names_of_the_mapping(tmp_path: Path) -> None:
     """So that a job with a head takes it too."""
     made(LlamaModel).save_pretrained(tmp_path / "base")
-    import_checkpoint(tmp_path / "base", tmp_path / "tags" / "one")
+    convert(tmp_path / "base", tmp_path / "tags" / "one", to="tag", names="nxd")
     names = open_checkpoint(tmp_path / "tags", "one").metadata.keys()
     assert "model/model.embed_tokens.weight" in names
     assert "model/lm_head.weight" not in names

@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
+from nxd_ckpt import convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 from tests.hugging_face.families import GROUPED, SIZES
 from tests.hugging_face.reference import State
@@ -94,13 +94,12 @@ def test_its_text_model_is_imported_exported_and_loaded(
 ) -> None:
     """Its config.json is that of the text model; the rest is left out, and named."""
     text, state = written(tmp_path / "hf", name, first)
-    done = import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", tp=2)
-    (others,) = done.left_out.values()
+    done = convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd", tp=2)
     inside = (first, "language_model.lm_head." if first == OLD else "lm_head.")
-    assert [*others] == sorted(at for at in state if not at.startswith(inside))
-    assert ["outside of the text model"] == [*done.left_out]
+    others = sorted(at for at in state if not at.startswith(inside))
+    assert (f"tensors outside of the text model: {first_of(others)}",) == done.left_out
 
-    export_checkpoint(tmp_path / "run" / "step_0", tmp_path / "out", config=tmp_path / "hf")
+    convert(tmp_path / "run" / "step_0", tmp_path / "out", to="hf", config=tmp_path / "hf")
     assert text.config.model_type == json.loads((tmp_path / "out" / "config.json").read_text())["model_type"]
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert [] == differences(dict(text.state_dict()), dict(loaded.state_dict()))
@@ -124,9 +123,10 @@ def test_names_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     (tmp_path / "names.json").write_text(json.dumps(names["key_mapping"]))
     flags = ["--prefix", names["prefix"], "--key-mapping", str(tmp_path / "names.json")]
-    assert 0 == main(["import", str(tmp_path / "hf"), str(tmp_path / "run" / "step_0"), *flags])
-    assert "left out, outside of the text model: multi_modal_projector." in capsys.readouterr().out
-    assert 0 == main(["migrate", str(tmp_path / "hf"), str(tmp_path / "dcp"), "--to", "dcp", *flags])
+    tag = str(tmp_path / "run" / "step_0")
+    assert 0 == main(["convert", "--to=tag", "--names=nxd", str(tmp_path / "hf"), tag, *flags])
+    assert "left out: tensors outside of the text model: multi_modal_projector." in capsys.readouterr().out
+    assert 0 == main(["convert", str(tmp_path / "hf"), str(tmp_path / "dcp"), "--names", "hf", "--to", "dcp", *flags])
     assert "left out: tensors outside of the text model: multi_modal_projector." in capsys.readouterr().out
     moved = {at.removeprefix("model."): tensor for at, tensor in from_dcp(tmp_path / "dcp").items()}
     assert [] == differences(dict(text.state_dict()), moved)
@@ -137,7 +137,7 @@ def test_names_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     optimizer.step()
     order = [[at for at, _ in text.named_parameters()]]
     save_checkpoint(tmp_path / "run", "step_1", before, optimizer, param_names=order)
-    export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=tmp_path / "hf", optimizer=True, **names)
+    convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=tmp_path / "hf", optimizer=True, **names)
     inside = {at: tensor for at, tensor in state.items() if at.startswith("language_model.") or at == "head"}
     assert [] == differences(inside, weights(tmp_path / "out"))
     assert "mistral3" == json.loads((tmp_path / "out" / "config.json").read_text())["model_type"]
@@ -167,5 +167,5 @@ def test_names_that_are_not_there_are_refused(
         load_checkpoint(tmp_path / "hf", model=fresh, **names)
     assert not any(bool(tensor.any()) for tensor in fresh.state_dict().values())
     with pytest.raises(kind, match=complaint):
-        import_checkpoint(tmp_path / "hf", tmp_path / "run" / "step_0", **names)
+        convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd", **names)
     assert not (tmp_path / "run" / "step_0").exists()

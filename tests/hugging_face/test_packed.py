@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.core.mapping import load_mapping
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.hugging_face.adapter_mapping import adapter_mapping
@@ -85,7 +84,7 @@ def test_a_rank_gets_its_share_of_every_part(tmp_path: Path, ranks: tuple[int, i
     """As a conversion by hand with torch has it: by an import, and by a load of the directory itself."""
     state, (tp_rank, ep_rank) = packed_state(), ranks
     source = write_packed(tmp_path / "hf", state)
-    import_checkpoint(source, tmp_path / "run" / "step_0", mapping=MAPPING, dp=2, tp=2, ep=2)
+    convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", mapping=MAPPING, dp=2, tp=2, ep=2)
     topology = Topology(dp=2, tp=2, ep=2, tp_rank=tp_rank, dp_rank=ep_rank)
     expected = held_by(state, tp_rank, ep_rank)
 
@@ -102,16 +101,16 @@ def test_an_export_packs_them_again(tmp_path: Path) -> None:
     """And a dry run names tensors as files do."""
     state = packed_state()
     source = write_packed(tmp_path / "hf", state)
-    done = import_checkpoint(source, tmp_path / "run" / "step_0", mapping=MAPPING, tp=2)
-    assert {("h.0.qkv",), ("h.0.moe",), ("h.0.rows",)} == {tensor.members for tensor in done.tensors}
+    done = convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", mapping=MAPPING, tp=2)
+    assert {("h.0.qkv",), ("h.0.moe",), ("h.0.rows",)} == {tensor.made_of for tensor in done.tensors}
 
-    planned = export_checkpoint(
-        tmp_path / "run" / "step_0", tmp_path / "out", config=source, mapping=MAPPING, dry_run=True
+    planned = convert(
+        tmp_path / "run" / "step_0", tmp_path / "out", to="hf", config=source, mapping=MAPPING, dry_run=True
     )
-    assert {"h.0.qkv": "h.0.q, h.0.k, h.0.v", "h.0.moe": "h.0.gate_up", "h.0.rows": "h.0.rows"} == {
-        tensor.name: tensor.source for tensor in planned.tensors
+    assert {"h.0.qkv": ("h.0.q, h.0.k, h.0.v",), "h.0.moe": ("h.0.gate_up",), "h.0.rows": ("h.0.rows",)} == {
+        tensor.name: tensor.made_of for tensor in planned.tensors
     }
-    export_checkpoint(tmp_path / "run" / "step_0", tmp_path / "out", config=source, mapping=MAPPING)
+    convert(tmp_path / "run" / "step_0", tmp_path / "out", to="hf", config=source, mapping=MAPPING)
     assert [] == differences(state, weights(tmp_path / "out"))
 
 
@@ -139,7 +138,7 @@ def test_state_of_the_optimizer_is_packed_alike(tmp_path: Path) -> None:
     source = write_config(tmp_path / "config", CONFIG)
     attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
 
-    export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=source, mapping=attention, optimizer=True)
+    convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=source, mapping=attention, optimizer=True)
 
     expected = torch.cat([optimizer.state[one]["exp_avg"] for one in model.parameters()])
     assert torch.equal(expected, load_file(tmp_path / "out" / "optimizer.safetensors")["h.0.qkv/exp_avg"])
@@ -147,7 +146,8 @@ def test_state_of_the_optimizer_is_packed_alike(tmp_path: Path) -> None:
     assert [["h.0.qkv"]] == [group["params"] for group in rest["param_groups"]]
     assert {"h.0.qkv": {"step": 1.0}} == rest["state"]
 
-    migrate(tmp_path / "run" / "step_1", tmp_path / "plain" / "step_1", to="tag", config=source, mapping=attention)
+    terms: dict[str, Any] = {"names": "hf", "config": source, "mapping": attention}
+    convert(tmp_path / "run" / "step_1", tmp_path / "plain" / "step_1", to="tag", **terms)
     fresh: State = {}
     load_checkpoint(tmp_path / "plain", model=fresh)
     assert torch.equal(torch.cat(list(model.parameters())), fresh["h.0.qkv"])
@@ -159,8 +159,8 @@ def test_parts_in_different_param_groups_are_refused(tmp_path: Path) -> None:
     attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
     source = write_config(tmp_path / "config", CONFIG)
     with pytest.raises(IncompatibleState, match=r"h\.0\.qkv is one tensor .* h\.0\.k, are in different param groups"):
-        export_checkpoint(
-            tmp_path / "run" / "step_1", tmp_path / "out", config=source, mapping=attention, optimizer=True
+        convert(
+            tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=source, mapping=attention, optimizer=True
         )
 
 
@@ -182,14 +182,14 @@ def test_a_part_that_never_had_a_gradient_has_moments_of_zeros(tmp_path: Path, s
     save_checkpoint(tmp_path / "run", "step_2", model, optimizer)
     attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
     options: dict[str, Any] = {"config": write_config(tmp_path / "config", CONFIG), "mapping": attention}
-    export_checkpoint(tmp_path / "run" / "step_2", tmp_path / "out", optimizer=True, **options)
+    convert(tmp_path / "run" / "step_2", tmp_path / "out", to="hf", optimizer=True, **options)
     saved = load_file(tmp_path / "out" / "optimizer.safetensors")
     for key in ("exp_avg", "exp_avg_sq"):
         parts = [optimizer.state[one].get(key, torch.zeros_like(one)) for one in model.parameters()]
         assert torch.equal(torch.cat(parts), saved[f"h.0.qkv/{key}"])
     rest = json.loads((tmp_path / "out" / "optimizer.json").read_text())
     assert {"h.0.qkv": {"step": 2.0}} == rest["state"]
-    migrate(tmp_path / "run" / "step_2", tmp_path / "dcp", to="dcp", **options)
+    convert(tmp_path / "run" / "step_2", tmp_path / "dcp", names="hf", to="dcp", **options)
     assert torch.equal(saved["h.0.qkv/exp_avg"], from_dcp(tmp_path / "dcp")["optim.state.h.0.qkv.exp_avg"])
 
 
@@ -199,8 +199,8 @@ def test_parts_of_different_numbers_of_steps_are_refused(tmp_path: Path) -> None
     attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
     source = write_config(tmp_path / "config", CONFIG)
     with pytest.raises(IncompatibleState, match=r"h\.0\.k, .* have made different numbers of steps"):
-        export_checkpoint(
-            tmp_path / "run" / "step_2", tmp_path / "out", config=source, mapping=attention, optimizer=True
+        convert(
+            tmp_path / "run" / "step_2", tmp_path / "out", to="hf", config=source, mapping=attention, optimizer=True
         )
 
 
@@ -208,14 +208,14 @@ def test_what_alternates_goes_to_every_form(tmp_path: Path) -> None:
     """From a job's ranks, bit for bit."""
     state = packed_state()
     source = write_packed(tmp_path / "hf", state)
-    import_checkpoint(source, tmp_path / "run" / "step_0", mapping=MAPPING, dp=2, tp=2, ep=2)
+    convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", mapping=MAPPING, dp=2, tp=2, ep=2)
     options: dict[str, Any] = {"config": source, "mapping": MAPPING}
-    migrate(tmp_path / "run" / "step_0", tmp_path / "plain" / "step_0", to="tag", **options)
+    convert(tmp_path / "run" / "step_0", tmp_path / "plain" / "step_0", names="hf", to="tag", **options)
     fresh: State = {}
     load_checkpoint(tmp_path / "plain", model=fresh)
     assert [] == differences(state, fresh)
     assert not verify_checkpoint(tmp_path / "plain", "step_0").problems
-    migrate(tmp_path / "run" / "step_0", tmp_path / "dcp", to="dcp", **options)
+    convert(tmp_path / "run" / "step_0", tmp_path / "dcp", names="hf", to="dcp", **options)
     assert [] == differences({f"model.{name}": tensor for name, tensor in state.items()}, from_dcp(tmp_path / "dcp"))
 
 
@@ -235,7 +235,7 @@ def test_a_tensor_of_another_shape_is_refused(
     """The error names the tensor as files do."""
     source = write_packed(tmp_path / "hf", {**packed_state(), name: torch.zeros(shape)})
     with pytest.raises(ShapeMismatch, match=complaint):
-        import_checkpoint(source, tmp_path / "run" / "step_0", mapping=MAPPING)
+        convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", mapping=MAPPING)
 
 
 def test_a_tensor_that_is_missing_is_named_as_in_files(tmp_path: Path) -> None:
@@ -243,10 +243,10 @@ def test_a_tensor_that_is_missing_is_named_as_in_files(tmp_path: Path) -> None:
     state = packed_state()
     source = write_packed(tmp_path / "hf", {name: state[name] for name in ("h.0.moe", "h.0.rows")})
     with pytest.raises(KeyMismatch, match=r"tensors are missing: h\.0\.qkv, which every"):
-        import_checkpoint(source, tmp_path / "run" / "step_0", mapping=MAPPING)
+        convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", mapping=MAPPING)
     save_checkpoint(tmp_path / "run", "step_1", whole_attention(state))
     with pytest.raises(KeyMismatch, match=r"lacks h\.0\.moe, h\.0\.rows \(2 tensors\)"):
-        export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=source, mapping=MAPPING)
+        convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=source, mapping=MAPPING)
 
 
 def test_adapters_of_a_packed_layer_are_refused() -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt import convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import UnsupportedState
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -73,7 +72,7 @@ def test_quantized_weights_are_refused(
         (hub / "config.json").rename(tmp_path / "config.json")
         source, options = hub / "model.safetensors", {"config": tmp_path / "config.json"}
     with pytest.raises(UnsupportedState, match=text):
-        import_checkpoint(source, tmp_path / "run" / "step_0", **options)
+        convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", **options)
     assert not (tmp_path / "run" / "step_0").exists()
 
 
@@ -82,8 +81,9 @@ def test_a_config_of_quantized_weights_is_refused_for_others(tmp_path: Path) -> 
     save_file(plain(), tmp_path / "model.safetensors", metadata={"format": "pt"})
     document = {**SIZES, "quantization_config": {"quant_method": "awq"}}
     (tmp_path / "config.json").write_text(json.dumps(document))
+    config = tmp_path / "config.json"
     with pytest.raises(UnsupportedState, match="by awq"):
-        import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run" / "s", config=tmp_path / "config.json")
+        convert(tmp_path / "model.safetensors", tmp_path / "run" / "s", to="tag", names="nxd", config=config)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "float8_e4m3fn"), (torch.int8, "int8")])
@@ -93,7 +93,7 @@ def test_quantized_weights_of_a_tag_are_not_exported(tmp_path: Path, dtype: torc
     save_checkpoint(tmp_path / "run", "s", plain() | {f"{Q}.weight": torch.ones(8, 8).to(dtype)})
     for cast in (None, "bfloat16"):
         with pytest.raises(UnsupportedState, match=f"{Q}.weight is {name}"):
-            export_checkpoint(tmp_path / "run" / "s", tmp_path / "out", config=tmp_path / "config.json", dtype=cast)
+            convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=tmp_path / "config.json", dtype=cast)
     assert not (tmp_path / "out").exists()
 
 
@@ -108,7 +108,7 @@ def test_no_section_of_an_export_says_that_it_is_quantized(
         inner = {section: inner}
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **inner}))
     save_checkpoint(tmp_path / "run", "s", plain())
-    export_checkpoint(tmp_path / "run" / "s", tmp_path / "out", config=tmp_path / "config.json")
+    convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=tmp_path / "config.json")
     text = (tmp_path / "out" / "config.json").read_text()
     assert key not in text
     assert "modules_to_not_convert" not in text

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nxd_ckpt import load_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.low_precision import dequantized_mxfp4
 from nxd_ckpt.tag.foreign import quantization
@@ -60,8 +59,8 @@ def test_weights_of_4_bits_are_imported_and_loaded_in_bfloat16(tmp_path: Path, m
     config.json no longer says that weights are quantized."""
     monkeypatch.setattr(quantization, "_GROUPS", 7)
     expected = write_quantized(tmp_path / "hub")
-    import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0", dp=2, tp=2, ep=2, fuse_qkv=True)
-    export_checkpoint(tmp_path / "run" / "step_0", tmp_path / "out", config=tmp_path / "hub")
+    convert(tmp_path / "hub", tmp_path / "run" / "step_0", to="tag", names="nxd", dp=2, tp=2, ep=2, fuse_qkv=True)
+    convert(tmp_path / "run" / "step_0", tmp_path / "out", to="hf", config=tmp_path / "hub")
     assert [] == differences(expected, weights(tmp_path / "out"))
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
@@ -73,13 +72,13 @@ def test_weights_of_4_bits_are_imported_and_loaded_in_bfloat16(tmp_path: Path, m
 def test_weights_of_4_bits_are_migrated_in_bfloat16(tmp_path: Path) -> None:
     """To every form, in one pass; TorchTitan's module has the last two dimensions of experts swapped."""
     expected = write_quantized(tmp_path / "hub")
-    migrate(tmp_path / "hub", tmp_path / "dcp", to="dcp")
+    convert(tmp_path / "hub", tmp_path / "dcp", names="hf", to="dcp")
     assert [] == differences({f"model.{name}": each for name, each in expected.items()}, from_dcp(tmp_path / "dcp"))
-    migrate(tmp_path / "hub", tmp_path / "run" / "step_0", to="tag")
+    convert(tmp_path / "hub", tmp_path / "run" / "step_0", names="hf", to="tag")
     fresh: State = {}
     load_checkpoint(tmp_path / "run", model=fresh)
     assert [] == differences(expected, fresh)
-    migrate(tmp_path / "hub", tmp_path / "titan", to="torchtitan")
+    convert(tmp_path / "hub", tmp_path / "titan", to="torchtitan")
     moved, experts = from_dcp(tmp_path / "titan" / "step-0"), "layers.0.moe.routed_experts.inner_experts"
     named = {"mlp1_weight_EGD": "gate_up_proj", "mlp2_weight_EDF": "down_proj"}
     swapped = {name: expected[f"model.layers.0.mlp.experts.{name}"].mT for name in named.values()}
@@ -113,9 +112,9 @@ def test_another_kind_of_quantization_is_refused(
     files[f"model.layers.0.mlp.experts.down_proj_{part}"] = torch.zeros(shape, dtype=dtype)
     save_file(files, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MalformedFile, match=r"\.down_proj_blocks is uint8 .* expected MXFP4, .* with transformers"):
-        import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0")
+        convert(tmp_path / "hub", tmp_path / "run" / "step_0", to="tag", names="nxd")
     plain = {"model.layers.0.mlp.experts.down_proj": torch.zeros(EXPERTS, WIDE, HIDDEN)}
     save_file({**files, **plain}, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MalformedFile, match=r"\.down_proj itself and quantized, as .*\.down_proj_blocks"):
-        import_checkpoint(tmp_path / "hub", tmp_path / "run" / "step_0")
+        convert(tmp_path / "hub", tmp_path / "run" / "step_0", to="tag", names="nxd")
     assert not (tmp_path / "run" / "step_0").exists()

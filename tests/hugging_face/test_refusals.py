@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import convert
 from nxd_ckpt.errors import (
     CheckpointError,
     DigestMismatch,
@@ -42,7 +42,7 @@ def refused(
     before = contents(directory / "run")
     how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, **options}
     with pytest.raises(kind, match=complaint):
-        export_checkpoint(tag, directory / "out" / "model", **how)
+        convert(tag, directory / "out" / "model", to="hf", **how)
     assert before == contents(directory / "run")
     assert not (directory / "out").exists()
 
@@ -90,14 +90,14 @@ def test_damage_in_the_checkpoint_is_noticed(tmp_path: Path) -> None:
     """Bytes that changed are noticed where they are read, and an existing directory stays."""
     config = write_config(tmp_path / "config", JOB.model.config)
     tag = write_as_nxd(tmp_path / "run", JOB, JOB.model.state())
-    export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2)
+    convert(tag, tmp_path / "out", to="hf", config=config, kv_size_multiplier=2, hardware="trn1")
     before = contents(tmp_path / "out")
     file = next(tag.glob("model/*tp_rank_02*.pt"))
     data = bytearray(file.read_bytes())
     data[data.index(JOB.rank(JOB.model.state(), 2)["lm_head.weight"].numpy().tobytes()[:16]) + 5] ^= 1
     file.write_bytes(data)
     with pytest.raises(DigestMismatch, match=r"tensor 'lm_head\.weight'"):
-        export_checkpoint(tag, tmp_path / "out", config=config, kv_size_multiplier=2, overwrite=True)
+        convert(tag, tmp_path / "out", to="hf", config=config, kv_size_multiplier=2, hardware="trn1", overwrite=True)
     assert before == contents(tmp_path / "out")
     assert ["config", "out", "run"] == sorted(path.name for path in tmp_path.iterdir())
 
@@ -108,7 +108,7 @@ def test_a_config_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     with pytest.raises(MalformedFile, match=r"config\.json: (not valid JSON|expected a JSON object)"):
-        export_checkpoint(tag, tmp_path / "out", config=tmp_path / "config.json")
+        convert(tag, tmp_path / "out", to="hf", config=tmp_path / "config.json")
 
 
 def test_an_existing_directory_is_replaced_only_on_request(tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_an_existing_directory_is_replaced_only_on_request(tmp_path: Path) -> No
     tag, out = save_job(tmp_path / "run", JOB, JOB.model.state()), tmp_path / "out"
     how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2}
     out.mkdir()
-    export_checkpoint(tag, out, size_per_shard="1kB", **how)
+    convert(tag, out, to="hf", size_per_shard="1kB", **how)
     with pytest.raises(InvalidArgument, match="is not empty; pass overwrite=True"):
-        export_checkpoint(tag, out, **how)
-    export_checkpoint(tag, out, overwrite=True, **how)
+        convert(tag, out, to="hf", **how)
+    convert(tag, out, to="hf", overwrite=True, **how)
     assert ["config.json", "model.safetensors"] == sorted(contents(out))
     assert [] == differences(JOB.model.state(), weights(out))
     (out / "thesis.tex").write_text("precious")
     with pytest.raises(InvalidArgument, match=r"holds thesis\.tex"):
-        export_checkpoint(tag, out, overwrite=True, **how)
+        convert(tag, out, to="hf", overwrite=True, **how)
     assert "precious" == (out / "thesis.tex").read_text()
 
 
@@ -133,7 +133,7 @@ def test_input_and_output_must_be_apart(tmp_path: Path) -> None:
     """An export never writes into a tag."""
     tag = save_job(tmp_path / "run", JOB, JOB.model.state())
     with pytest.raises(InvalidArgument, match="one is inside the other"):
-        export_checkpoint(tag, tag / "hf", mapping="llama")
+        convert(tag, tag / "hf", to="hf", mapping="llama")
 
 
 def test_a_tag_without_a_model_is_refused(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_tag_without_a_model_is_refused(tmp_path: Path) -> None:
         path.rename(tag / "optim" / path.name)
     (tag / "model").rmdir()
     with pytest.raises((PartNotFound, MalformedFile)):
-        export_checkpoint(tag, tmp_path / "out", mapping="llama")
+        convert(tag, tmp_path / "out", to="hf", mapping="llama")
 
 
 def test_two_tensors_for_one(tmp_path: Path) -> None:
@@ -157,4 +157,4 @@ def test_two_tensors_for_one(tmp_path: Path) -> None:
     (path.parents[1] / "done").write_text("1")
     config = write_config(tmp_path / "config", job.model.config)
     with pytest.raises(IncompatibleState, match=r"would come from .* and from"):
-        export_checkpoint(path.parents[1], tmp_path / "out", config=config)
+        convert(path.parents[1], tmp_path / "out", to="hf", config=config)

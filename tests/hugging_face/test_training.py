@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import convert
 from nxd_ckpt.storage.urls import open_storage
 from tests.conftest import BUCKET
 from tests.hugging_face.reference import Job, Model
@@ -127,7 +127,7 @@ def uploaded(directory: Path, server: S3Server) -> str:
 def exported(run: Run, tag: str, source: Path, directory: Path, **options: Any) -> Path:
     out = directory / tag
     options |= {"kv_size_multiplier": run.job.copies, "hardware": run.job.hardware, "size_per_shard": "100KB"}
-    export_checkpoint(Path(run.runs) / tag, out, config=source, **options)
+    convert(Path(run.runs) / tag, out, to="hf", config=source, **options)
     return out
 
 

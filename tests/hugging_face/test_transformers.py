@@ -11,8 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from tests.hugging_face.families import CASES, FAMILIES, random_model
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, save_job, weights
@@ -39,7 +38,7 @@ def as_transformers_5_names_them(state: State) -> State:
 
 def exported(tag: Path, out: Path, config: str = "config", **options: Any) -> Any:
     """The model that transformers loads from an export, which must have every tensor and no other."""
-    export_checkpoint(tag, out, config=tag.parents[1] / config, size_per_shard="20KB", **options)
+    convert(tag, out, to="hf", config=tag.parents[1] / config, size_per_shard="20KB", **options)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     expected: dict[str, list[str]] = {key: [] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     assert expected == {key: sorted(report[key]) for key in expected}
@@ -92,7 +91,7 @@ def test_a_family_is_imported_for_a_job_and_exported_again(tmp_path: Path, name:
     *_, how = FAMILIES[name]
     original = random_model(name)
     original.save_pretrained(tmp_path / "config")
-    import_checkpoint(tmp_path / "config", tmp_path / "run" / "step_1", **how)
+    convert(tmp_path / "config", tmp_path / "run" / "step_1", to="tag", names="nxd", **how)
 
     copies = {key: how[key] for key in ("kv_size_multiplier", "mapping") if key in how}
     loaded = exported(tmp_path / "run" / "step_1", tmp_path / "out", **copies)
@@ -117,7 +116,7 @@ def test_files_of_gpt2_without_its_head_are_imported_and_loaded(tmp_path: Path, 
     held: list[State] = []
     for source in (whole, base):
         run = tmp_path / f"run-{source.name}"
-        import_checkpoint(source, run / "step_0", tp=2, mapping=mapping)
+        convert(source, run / "step_0", to="tag", names="nxd", tp=2, mapping=mapping)
         held.append({})
         load_checkpoint(run, model=held[-1], topology=Topology(tp=2, tp_rank=1))
     assert [] == differences(*held)

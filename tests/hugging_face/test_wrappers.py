@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+from nxd_ckpt import convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import UnsupportedState
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, weights, write_as_nxd, write_config
@@ -36,8 +35,8 @@ def test_files_of_a_wrapped_model(tmp_path: Path, how: str) -> None:
     state = JOB.model.state()
     write_config(tmp_path / "hf", JOB.model.config)
     save_file(renamed(state, how), tmp_path / "hf" / "model.safetensors")
-    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "s", tp=2)
-    export_checkpoint(tmp_path / "run" / "s", tmp_path / "out", config=tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd", tp=2)
+    convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=tmp_path / "hf")
     assert [] == differences(state, weights(tmp_path / "out"))
     model = live(Job(JOB.model).rank(state))
     load_checkpoint(tmp_path / "hf", model=model)
@@ -66,7 +65,7 @@ def test_a_tag_of_a_wrapped_model(tmp_path: Path, how: str, monkeypatch: pytest.
     one = Job(JOB.model, fused_mlp=False)
     save_checkpoint(tmp_path / "ours", "s", one.rank(state))
     for number, source in enumerate((tag, tmp_path / "ours" / "s")):
-        export_checkpoint(source, tmp_path / str(number), config=config)
+        convert(source, tmp_path / str(number), to="hf", config=config)
         assert [] == differences(state, weights(tmp_path / str(number)))
 
 
@@ -80,7 +79,7 @@ def test_a_script_s_file_of_a_wrapped_model_is_migrated(tmp_path: Path, to: Lite
     state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"model": state, "optimizer": optimizer.state_dict()}, tmp_path / "x.pth")
     config = write_config(tmp_path / "config", {"model_type": "none"})
-    migrate(tmp_path / "x.pth", tmp_path / "out" / "s", to=to, config=config)
+    convert(tmp_path / "x.pth", tmp_path / "out" / "s", names="hf", to=to, config=config, optimizer=True)
     if to == "hf":
         assert [] == differences(dict(model.state_dict()), weights(tmp_path / "out" / "s"))
         found = load_file(tmp_path / "out" / "s" / "optimizer.safetensors")
@@ -101,9 +100,9 @@ def test_a_mapping_may_have_such_names(tmp_path: Path) -> None:
     }  # fmt: skip
     state = {"module.weight": torch.ones(2), "module.bias": torch.zeros(2)}
     save_checkpoint(tmp_path / "run", "s", state)
-    export_checkpoint(tmp_path / "run" / "s", tmp_path / "out", mapping=mapping)
+    convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", mapping=mapping)
     assert [] == differences(state, weights(tmp_path / "out"))
-    import_checkpoint(tmp_path / "out", tmp_path / "again" / "s", mapping=mapping)
+    convert(tmp_path / "out", tmp_path / "again" / "s", to="tag", names="nxd", mapping=mapping)
     held: State = {}
     load_checkpoint(tmp_path / "again", "s", model=held)
     assert [] == differences(state, held)
@@ -115,4 +114,4 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
     twice = {"_orig_mod.model.norm.weight": torch.ones(8), "model.norm.weight": torch.ones(8)}
     save_file(twice, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(UnsupportedState, match=r"holds both (_orig_mod\.)?model\.norm\.weight and"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "run" / "s")
+        convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd")

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nxd_ckpt import Topology
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import Topology, convert
 from tests.hugging_face.reference import Job, State
 from tests.hugging_face.saved import local_state, write_config
 from tests.interop.saving import save_as_every_rank
@@ -75,7 +74,7 @@ def export(tag: Path, out: Path, job: Job, **options: Any) -> None:
     """With the optimizer."""
     config = write_config(out.parent / "config", job.model.config)
     heads: dict[str, Any] = {"kv_size_multiplier": job.copies, "hardware": job.hardware}
-    export_checkpoint(tag, out, config=config, **{**heads, "optimizer": True, **options})
+    convert(tag, out, to="hf", config=config, **{**heads, "optimizer": True, **options})
 
 
 def tensors(directory: Path) -> State:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import convert_zero1, copy_checkpoint, reshard
+from nxd_ckpt import Topology, convert, copy_checkpoint, load_checkpoint
 from tests.interop.files import unpickled
 from tests.interop.saving import save_as_every_rank
 from tests.live.doubles import ShardedOptimizer
@@ -97,8 +96,8 @@ def test_conversions_and_copies_make_empty_directories_too(tmp_path: Path) -> No
     save_as_every_rank(tmp_path / "saved", "unittest", RANKS, in_bfloat16, **how)
     tags = [tmp_path / name / "unittest" for name in ("saved", "copied", "resharded", "cut")]
     copy_checkpoint(tags[0], tags[1])
-    reshard(tags[0], tags[2])
-    convert_zero1(tags[0], tags[3], dp_size=2, convert_to_sharded=True)
+    convert(tags[0], tags[2], to="tag")
+    convert(tags[0], tags[3], to="tag", optimizer_form="zero1", dp=2)
     assert [True] * 4 == [is_one_of_nxds(tag, MODEL, OPTIMIZER) for tag in tags]
 
 

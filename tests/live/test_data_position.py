@@ -17,12 +17,12 @@ from nxd_ckpt import (
     ElasticSampler,
     Topology,
     capture_data_position,
+    convert,
     examine_checkpoint,
     load_checkpoint,
     open_checkpoint,
     restore_data_position,
 )
-from nxd_ckpt.convert import reshard
 from nxd_ckpt.core.data_position import check_position, merge_positions, position
 from nxd_ckpt.core.names import rank_content_file
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
@@ -289,7 +289,7 @@ def test_a_resharded_tag_has_them(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     state = {"model": {"w": torch.ones(3)}}
     save_as_every_rank(tmp_path / "run", "t", ranks, lambda rank: {**state, "rank_content": content[rank]})
 
-    reshard(tmp_path / "run" / "t", tmp_path / "other" / "t", dp=3)
+    convert(tmp_path / "run" / "t", tmp_path / "other" / "t", to="tag", dp=3)
 
     assert "not taken over" in caplog.text
     assert "rank_content['alone']" in caplog.text
@@ -302,7 +302,7 @@ def test_a_resharded_tag_has_them(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             restore_data_position(loader, _loaded(tmp_path / "other", Topology(dp=dp, rank=rank))["data"])
             later += [int(sample) for sample in next(iter(loader))]
         assert len(later) == len(set(later)) == (4 + dp) * BATCH
-    reshard(tmp_path / "other" / "t", tmp_path / "again" / "t", dp=1)
+    convert(tmp_path / "other" / "t", tmp_path / "again" / "t", to="tag", dp=1)
     assert tag.rank_content(0) == open_checkpoint(tmp_path / "again").rank_content(0)
 
 
@@ -318,7 +318,7 @@ def test_a_resharded_tag_goes_without_those_that_cannot_be_read(
     save_as_every_rank(tmp_path / "run", "t", ranks, lambda rank: {**state, "rank_content": content[rank]})
     damage(tmp_path / "run" / "t" / rank_content_file(1))
 
-    reshard(tmp_path / "run" / "t", tmp_path / "other" / "t", dp=3)
+    convert(tmp_path / "run" / "t", tmp_path / "other" / "t", to="tag", dp=3)
 
     assert "not taken over: the data positions of all ranks" in caplog.text
     assert rank_content_file(1) in caplog.text
@@ -338,7 +338,7 @@ def test_a_resharded_tag_goes_without_those_beside_objects(tmp_path: Path, caplo
 
     save_as_every_rank(tmp_path / "run", "t", ranks, what, trust_pickle=True)
 
-    reshard(tmp_path / "run" / "t", tmp_path / "other" / "t", dp=3)
+    convert(tmp_path / "run" / "t", tmp_path / "other" / "t", to="tag", dp=3)
 
     assert "not taken over: the data positions of all ranks" in caplog.text
     assert "trust_pickle=True" in caplog.text

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_ckpt import Checkpointer, Topology, open_checkpoint
-from nxd_ckpt.convert import export_checkpoint, reshard
+from nxd_ckpt import Checkpointer, Topology, convert, open_checkpoint
 from nxd_ckpt.errors import CheckpointError, IncompatibleState, InvalidArgument, KeyMismatch, OptimizerMismatch
 from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import live, weights, write_config
@@ -234,9 +233,9 @@ def test_one_object_does_not_take_the_state_of_several(saved: tuple[Path, Object
 
 
 def test_a_tag_on_other_sizes_keeps_the_names(saved: tuple[Path, Objects], tmp_path: Path) -> None:
-    """nxd-ckpt reshard, and a load of its output."""
+    """A conversion to other sizes, and a load of its output."""
     directory, held = saved
-    reshard(directory / "step_2", tmp_path / "wide" / "step_2", dp=3)
+    convert(directory / "step_2", tmp_path / "wide" / "step_2", to="tag", dp=3)
     fresh = objects(1)
     with Checkpointer(tmp_path / "wide") as checkpointer:
         checkpointer.load(None, state=fresh)
@@ -272,7 +271,7 @@ def test_zero1_of_each_is_cut_for_other_ranks(tmp_path: Path) -> None:
             held[f"{name}_optimizer"].step()
             held[name].load_state_dict(jobs[0][name].state_dict()) if number else None
     save_as_every_rank(tmp_path / "four", "step_1", ranks, lambda rank: {"state": jobs[rank]})
-    reshard(tmp_path / "four" / "step_1", tmp_path / "two" / "step_1", dp=2)
+    convert(tmp_path / "four" / "step_1", tmp_path / "two" / "step_1", to="tag", dp=2)
     for source in ("four", "two"):
         for topology, expected in zip(ranks, jobs, strict=True):
             fresh = sharded(topology, 1)
@@ -294,7 +293,7 @@ def test_one_model_is_exported(tmp_path: Path) -> None:
         checkpointer.save(1, held, optimizers)
     config = write_config(tmp_path / "config", model.config)
     tag = tmp_path / "run" / "step_1"
-    export_checkpoint(tag, tmp_path / "out", config=config, mapping="llama", model="student", optimizer=True)
+    convert(tag, tmp_path / "out", to="hf", config=config, mapping="llama", model="student", optimizer=True)
     assert repr(dict(sorted(model.state().items()))) == repr(dict(sorted(weights(tmp_path / "out").items())))
     with pytest.raises(KeyMismatch, match=r"no model 'studnet' .did you mean 'student'"):
-        export_checkpoint(tag, tmp_path / "other", config=config, mapping="llama", model="studnet")
+        convert(tag, tmp_path / "other", to="hf", config=config, mapping="llama", model="studnet")

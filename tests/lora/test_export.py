@@ -12,8 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from nxd_ckpt import Topology, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import Topology, convert, save_checkpoint
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
 from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
@@ -67,8 +66,8 @@ def test_peft_computes_with_exported_adapters(tmp_path: Path, name: str) -> None
     config.save_pretrained(tmp_path / "config")
     tag = save(tmp_path / "run", job)
 
-    export_checkpoint(
-        tag, tmp_path / "out", config=tmp_path / "config", kv_size_multiplier=job.copies, hardware=job.hardware
+    convert(
+        tag, tmp_path / "out", to="hf", config=tmp_path / "config", kv_size_multiplier=job.copies, hardware=job.hardware
     )
 
     assert ["adapter_config.json", "adapter_model.safetensors"] == sorted(p.name for p in (tmp_path / "out").iterdir())
@@ -100,14 +99,14 @@ def test_adapters_that_nxd_gathered_are_exported_as_they_are(tmp_path: Path, how
     gathered["lora_config"] = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none"}
     save_as_every_rank(tmp_path / "nxd", "t", topologies, lambda rank: {"model": dict(gathered)}, durable=False)
     config = written(tmp_path, job)
-    export_checkpoint(ours, tmp_path / "a", mapping="llama", config=config)
-    export_checkpoint(as_nxd(tmp_path / "nxd" / "t"), tmp_path / "b", mapping="llama", config=config)
+    convert(ours, tmp_path / "a", to="hf", mapping="llama", config=config)
+    convert(as_nxd(tmp_path / "nxd" / "t"), tmp_path / "b", to="hf", mapping="llama", config=config)
     files = [load_file(tmp_path / out / "adapter_model.safetensors") for out in "ab"]
     assert {name: value.tolist() for name, value in files[0].items()} == {
         name: value.tolist() for name, value in files[1].items()
     }
     with pytest.raises(InvalidArgument, match=r"config\.json"):
-        export_checkpoint(tmp_path / "nxd" / "t", tmp_path / "c", mapping="llama")
+        convert(tmp_path / "nxd" / "t", tmp_path / "c", to="hf", mapping="llama")
 
 
 def test_adapters_without_their_configuration_are_refused(tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def test_adapters_without_their_configuration_are_refused(tmp_path: Path) -> Non
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 999}))
     save_checkpoint(tmp_path, "t", live(job, Topology()), ignore_keys=["model/lora_config"], durable=False)
     with pytest.raises(PartNotFound, match="save_lora_config_adapter=True"):
-        export_checkpoint(tmp_path / "t", tmp_path / "out", mapping="llama")
+        convert(tmp_path / "t", tmp_path / "out", to="hf", mapping="llama")
 
 
 def test_peft_exports_what_it_alone_can(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_peft_exports_what_it_alone_can(tmp_path: Path) -> None:
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     save_checkpoint(tmp_path, "t", model, durable=False)
     with pytest.raises(UnsupportedState, match=r"PEFT's adapters.*save_pretrained\(\), or merge_and_unload\(\)"):
-        export_checkpoint(tmp_path / "t", tmp_path / "out", mapping="llama")
+        convert(tmp_path / "t", tmp_path / "out", to="hf", mapping="llama")
 
 
 def test_modules_that_were_trained_as_a_whole_are_exported(tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def test_modules_that_were_trained_as_a_whole_are_exported(tmp_path: Path) -> No
     with torch.no_grad():
         model.module.get_parameter("model.norm.weight").fill_(3.0)
     save_checkpoint(tmp_path, "t", model, durable=False)
-    export_checkpoint(tmp_path / "t", tmp_path / "out", config=tmp_path / "config")
+    convert(tmp_path / "t", tmp_path / "out", to="hf", config=tmp_path / "config")
     tuned = peft.PeftModel.from_pretrained(transformers.LlamaForCausalLM(config), tmp_path / "out")
     merged = tuned.merge_and_unload()
     assert bool((merged.model.norm.weight == 3.0).all())
@@ -149,7 +148,7 @@ def test_a_base_that_was_saved_with_its_adapters_is_left_out(tmp_path: Path) -> 
     job = Job(model_of(4))
     for tag, options in (("alone", {}), ("both", {"save_lora_base": True, "merge_sharded_lora": False})):
         save_checkpoint(tmp_path, tag, live(job, Topology(), **options), durable=False)
-        export_checkpoint(tmp_path / tag, tmp_path / f"{tag}-out", mapping="llama", config=written(tmp_path, job))
+        convert(tmp_path / tag, tmp_path / f"{tag}-out", to="hf", mapping="llama", config=written(tmp_path, job))
     files = [(tmp_path / f"{tag}-out" / "adapter_model.safetensors").read_bytes() for tag in ("alone", "both")]
     assert files[0] == files[1]
 

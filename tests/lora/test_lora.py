@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import nxd_ckpt
-from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.convert import reshard
+from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import KeyMismatch, PartNotFound, TopologyMismatch, UnsupportedState
 from nxd_ckpt.live.model_names import is_adapter
@@ -475,7 +474,7 @@ def test_what_is_equal_on_all_ranks_is_unsharded_as_it_is_cut(tmp_path: Path) ->
         return {"model": model, "optimizer": optimizer}
 
     save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
-    reshard(tmp_path / "t", tmp_path / "one", tp=1)
+    convert(tmp_path / "t", tmp_path / "one", to="tag", tp=1)
     held: dict[str, Any] = {}
     load_checkpoint(tmp_path, "one", held)
     parts = [dict(equal_lora(at).module.named_parameters()) for at in topologies]
@@ -502,7 +501,7 @@ def test_adapters_that_no_layer_describes_are_not_believed_to_be_whole(tmp_path:
     if not is_ours:
         as_nxd(tmp_path / "t")
     with pytest.raises(TopologyMismatch, match=r"the cut of .*lora_A\.weight.* is not known; pass partitions="):
-        reshard(tmp_path / "t", tmp_path / "one", tp=1)
+        convert(tmp_path / "t", tmp_path / "one", to="tag", tp=1)
     for rank in range(4):
         at = Topology(tp=4).at(rank)
         model = cut_lora(at, None)

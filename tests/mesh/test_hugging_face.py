@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from nxd_ckpt import diff_checkpoints, open_checkpoint
-from nxd_ckpt.convert import export_checkpoint, to_dcp
+from nxd_ckpt import convert, diff_checkpoints, open_checkpoint
 from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import differences, weights, write_model
 from tests.mesh import hugging_face
@@ -32,7 +31,7 @@ def test_a_directory_is_loaded_and_exported_again(gloo_ranks: RankPool, tmp_path
     dtype = torch.bfloat16 if name == "crossed" else torch.float32
     expected = {key: value.to(dtype) for key, value in state.items()}
     assert [] == differences(expected, {**found[0], **found[-1]})
-    export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=tmp_path / "hf" / "config.json")
+    convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=tmp_path / "hf" / "config.json")
     assert [] == differences(expected, weights(tmp_path / "out"))
     if name == "sharded":
         for one in gloo_ranks.run(hugging_face.read_by_torch, tmp_path / "out", state):
@@ -46,7 +45,7 @@ def test_an_optimizer_is_exported(gloo_ranks: RankPool, tmp_path: Path, name: st
     state = write_model(tmp_path / "hf", MODEL)
     found = gloo_ranks.run(hugging_face.trained, state, name, 0.5, tmp_path / "run")
     config = tmp_path / "hf" / "config.json"
-    export_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", config=config, optimizer=True)
+    convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=config, optimizer=True)
     moments = load_file(tmp_path / "out" / "optimizer.safetensors")
     expected = {f"{key}/exp_avg": value for key, value in {**found[0], **found[-1]}.items()}
     assert [] == differences(expected, {key: value for key, value in moments.items() if key in expected})
@@ -64,7 +63,7 @@ def test_a_learning_rate_that_is_a_tensor_is_read(gloo_ranks: RankPool, tmp_path
     difference = diff_checkpoints(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"))
     found = {one.name: (float(one.a), float(one.b)) for one in difference.values}
     assert {"optim/param_groups/0/lr": (0.5, 0.25)} == found
-    to_dcp(tmp_path / "a" / "step_1", tmp_path / "dcp")
+    convert(tmp_path / "a" / "step_1", tmp_path / "dcp", to="dcp")
     read = {"optim.param_groups.0.lr": torch.zeros(())}
     dcp_load(read, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
     assert {"optim.param_groups.0.lr": torch.tensor(0.5)} == read

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import open_checkpoint
+from nxd_ckpt import convert, copy_checkpoint, open_checkpoint, unshard_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, to_dcp, unshard_checkpoint
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.mesh import jobs
@@ -45,16 +44,16 @@ def test_every_reader_takes_it_as_any_tag(
     assert () == verify_checkpoint(path.parent).problems
     copy_checkpoint(path, tmp_path / "copy" / "step_1")
     assert None is difference(found, whole(tmp_path / "copy"))
-    pack_checkpoint(path, tmp_path / "step_1.tar")
+    convert(path, tmp_path / "step_1.tar", to="tar")
     assert None is difference(found, whole(tmp_path / "step_1.tar"))
     cuts = {name: Partition(0) for name in ("blocks.0.up.weight", "blocks.1.up.weight")}
-    reshard(path, tmp_path / "tp2" / "step_1", dp=1, tp=2, partitions=cuts)
+    convert(path, tmp_path / "tp2" / "step_1", to="tag", dp=1, tp=2, partitions=cuts)
     assert None is difference(found, whole(tmp_path / "tp2"))
     unshard_checkpoint(path, tmp_path / "whole")
     model = torch.load(tmp_path / "whole" / "model.pt", weights_only=True)
     assert all(torch.equal(found[f"model/{name}"], value) for name, value in model.items())
     assert {name for name in found if name.startswith("model/")} == {f"model/{name}" for name in model}
-    to_dcp(path, tmp_path / "dcp")
+    convert(path, tmp_path / "dcp", to="dcp")
     assert (tmp_path / "dcp" / ".metadata").is_file()
 
     for command in (["inspect", str(path), "--tensors"], ["diff", str(path), str(tmp_path / "tp2" / "step_1")]):

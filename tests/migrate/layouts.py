@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nxd_ckpt.convert import migrate
+from nxd_ckpt import convert
 from tests.hugging_face.reference import Job, Model
 from tests.migrate.old_run import STEPS, OldRun
 from tests.migrate.written import (
@@ -54,7 +54,7 @@ def _xm_save(folder: Path) -> Path:
 
 
 def _dcp(folder: Path) -> Path:
-    migrate(_xm_save(folder), folder / "dcp", to="dcp")
+    convert(_xm_save(folder), folder / "dcp", names="hf", to="dcp")
     return folder / "dcp"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nxd_ckpt.convert import migrate
+from nxd_ckpt import convert
 from nxd_ckpt.core.names import rank_file
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, MalformedFile, PartNotFound, UnsupportedState
 from tests.hugging_face.reference import Job, Model, State
@@ -36,7 +36,7 @@ def test_each_adapter_is_that_of_its_layer(tmp_path: Path, name: str) -> None:
     """Under PEFT's names, what NxD fuses apart again, with the configuration that was beside it."""
     job = JOBS[name]
     place = write_adapter(tmp_path, job)
-    done = migrate(place, tmp_path / "out", config=config_of(tmp_path, job))
+    done = convert(place, tmp_path / "out", to="hf", config=config_of(tmp_path, job))
     assert ("optimum-neuron, a PEFT adapter", ("trainer_state.json",)) == (done.writer, done.left_out)
     expected: State = {}
     for layer, (a, b) in adapters_of(job.model).items():
@@ -53,7 +53,7 @@ def test_an_adapter_of_which_optimum_neuron_pickled_the_metadata(tmp_path: Path,
     job = Job(Model(heads=8, kv_heads=8), tp=2, fused_mlp=False)
     if qkv != "separate":
         job = Job(Model(heads=8), tp=4, fused_mlp=False, qkv=qkv, copies=2)
-    done = migrate(write_pickled_adapter(tmp_path, job), tmp_path / "out", config=config_of(tmp_path, job))
+    done = convert(write_pickled_adapter(tmp_path, job), tmp_path / "out", to="hf", config=config_of(tmp_path, job))
     assert "optimum-neuron, a PEFT adapter" == done.writer
     expected: State = {f"{ABOVE}lm_head.weight": job.model.state()["lm_head.weight"]}
     for layer, (a, b) in adapters_of(job.model).items():
@@ -69,7 +69,7 @@ def test_peft_takes_the_files(tmp_path: Path) -> None:
     import transformers
 
     job = JOBS["copies of heads"]
-    migrate(write_adapter(tmp_path, job), tmp_path / "out", config=config_of(tmp_path, job))
+    convert(write_adapter(tmp_path, job), tmp_path / "out", to="hf", config=config_of(tmp_path, job))
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**job.model.config))
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out").state_dict()
     for layer, (a, b) in adapters_of(job.model).items():
@@ -84,9 +84,9 @@ def test_one_of_several_adapters_is_named(tmp_path: Path) -> None:
         place = write_adapter(tmp_path, job, name)
     config = config_of(tmp_path, job)
     with pytest.raises(CheckpointNotFound, match=r"adapter_default/adapter_shards, .*adapter_other/adapter_shards"):
-        migrate(place, tmp_path / "out", config=config)
+        convert(place, tmp_path / "out", to="hf", config=config)
     for number, path in enumerate((place / "adapter_other", place / "adapter_other" / "adapter_shards")):
-        assert migrate(path, tmp_path / f"out-{number}", config=config).nbytes > 0
+        assert convert(path, tmp_path / f"out-{number}", to="hf", config=config).nbytes > 0
 
 
 def test_one_adapter_has_a_name_that_another_begins_with(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_one_adapter_has_a_name_that_another_begins_with(tmp_path: Path) -> None
         path.write_text(json.dumps(content))
     config = config_of(tmp_path, job)
     for name in ("a", "a-2"):
-        migrate(place / f"adapter_{name}", tmp_path / f"out-{name}", config=config)
+        convert(place / f"adapter_{name}", tmp_path / f"out-{name}", to="hf", config=config)
     written = [load_file(tmp_path / f"out-{name}" / "adapter_model.safetensors") for name in ("a", "a-2")]
     assert written[0].keys() == written[1].keys() == {
         f"{ABOVE}{layer}.lora_{part}.weight" for layer in adapters_of(job.model) for part in "AB"
@@ -116,22 +116,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
     place, config = write_adapter(tmp_path, job), config_of(tmp_path, job)
     for form in ("tag", "dcp", "torchtitan"):
         with pytest.raises(UnsupportedState, match="is an adapter without its base model"):
-            migrate(place, tmp_path / "out", to=form, config=config)
+            convert(place, tmp_path / "out", names="hf", to=form, config=config)
     with pytest.raises(InvalidArgument, match=r"config\.json has no num_attention_heads"):
-        migrate(place, tmp_path / "out")
+        convert(place, tmp_path / "out", to="hf")
     peft_config = place / "adapter_default" / "adapter_config.json"
     peft_config.write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(UnsupportedState, match="peft_type='IA3'; only LORA adapters"):
-        migrate(place, tmp_path / "out", config=config)
+        convert(place, tmp_path / "out", to="hf", config=config)
     peft_config.unlink()
     with pytest.raises(PartNotFound, match="not the factor that they are multiplied by"):
-        migrate(place, tmp_path / "out", config=config)
+        convert(place, tmp_path / "out", to="hf", config=config)
     shards = place / "adapter_default" / "adapter_shards"
     path = shards / "model" / rank_file(0, None, 0, 0)
     content = torch.load(path)
     name = content.popitem()[0]
     torch.save(content, path)
     with pytest.raises(MalformedFile, match=f"lists {name} that the model's files do not have"):
-        migrate(place, tmp_path / "out", config=config)
+        convert(place, tmp_path / "out", to="hf", config=config)
     shutil.rmtree(shards / "model")
     assert not (tmp_path / "out").exists()

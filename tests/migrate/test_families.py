@@ -1,4 +1,4 @@
-"""Which form takes which family, tried: the table of docs/layouts.md, from tags of jobs of several ranks."""
+"""Which form takes which family, tried: the table of docs/convert.md, from tags of jobs of several ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import load_checkpoint
-from nxd_ckpt.convert import import_checkpoint, migrate
+from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState
 from nxd_ckpt.tag.mappings import shipped_mappings
 from tests.docs.markdown import DOCS, tables
@@ -21,7 +20,7 @@ from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-_ROWS = tables(DOCS / "layouts.md")["Families"]
+_ROWS = tables(DOCS / "convert.md")["Families"]
 TABLE = {name: forms for names, *forms in _ROWS for name in re.findall(r"`(\w+)`", names)}
 NAMES = {
     "llama": "llama", "mistral": "mistral", "granite": "granite", "qwen2": "qwen2", "qwen3": "qwen3",
@@ -41,7 +40,7 @@ def test_the_table_has_every_family() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({}, r"has Hugging Face's form already; choose another form"),
+        ({}, r"has Hugging Face's form already: copy it, or choose another form"),
         ({"to": "dcp", "kv_size_multiplier": 1}, r"not a job's checkpoint: leave out kv_size_multiplier="),
         ({"to": "dcp", "config": "wider"}, r"embed_tokens.* be \(64, 40\)"),
         ({"to": "dcp", "config": "tied"}, r"config\.json ties lm_head\.weight to .* different values for them"),
@@ -59,10 +58,11 @@ def test_a_hugging_face_directory_that_does_not_fit_is_refused(
     if "config" in options:
         options = {**options, "config": tmp_path / options["config"]}
     with pytest.raises(CheckpointError, match=complaint):
-        migrate(tmp_path / "hf", tmp_path / "out" / "m", **options)
-    import_checkpoint(tmp_path / "hf", tmp_path / "run" / "s")
+        convert(tmp_path / "hf", tmp_path / "out" / "m", **{"to": "hf", "names": "hf", **options})
+    convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd")
+    terms: dict[str, Any] = {"names": "hf", "config": tmp_path / "hf", "prefix": "language_model."}
     with pytest.raises(InvalidArgument, match=r"was written by nxd_ckpt: leave out prefix= and key_mapping="):
-        migrate(tmp_path / "run" / "s", tmp_path / "out" / "m", config=tmp_path / "hf", prefix="language_model.")
+        convert(tmp_path / "run" / "s", tmp_path / "out" / "m", to="tag", **terms)
     assert not (tmp_path / "out" / "m").exists()
 
 
@@ -86,11 +86,11 @@ def test_names_of_a_script_are_those_of_config_json(tmp_path: Path, changes: dic
     if changes:
         for form in ("torchtitan", "hf"):
             with pytest.raises(CheckpointError, match=complaint):
-                migrate(tmp_path / "x.pth", tmp_path / "out", to=form, config=tmp_path / "config")
+                convert(tmp_path / "x.pth", tmp_path / "out", names="hf", to=form, config=tmp_path / "config")
         assert not (tmp_path / "out").exists()
         return
-    migrate(tmp_path / "x.pth", tmp_path / "own", to="torchtitan", config=tmp_path / "config")
-    migrate(tmp_path / "hf", tmp_path / "direct", to="torchtitan")
+    convert(tmp_path / "x.pth", tmp_path / "own", to="torchtitan", config=tmp_path / "config")
+    convert(tmp_path / "hf", tmp_path / "direct", to="torchtitan")
     found = [from_dcp(tmp_path / place / "step-0") for place in ("own", "direct")]
     assert [] == differences(*found)
 
@@ -107,30 +107,30 @@ def test_a_family_goes_where_the_table_says(tmp_path: Path, model_type: str) -> 
     random_model(name).save_pretrained(tmp_path / "hf")
     files = weights(tmp_path / "hf")
     source = tmp_path / "run" / "step_1"
-    import_checkpoint(tmp_path / "hf", source, **how)
+    convert(tmp_path / "hf", source, to="tag", names="nxd", **how)
     options: dict[str, Any] = {"config": tmp_path / "hf"}
     if "kv_size_multiplier" in how:
         options |= {"kv_size_multiplier": how["kv_size_multiplier"], "hardware": "trn1"}
     forms, of_torchtitan = TABLE[model_type]
     assert "yes" == forms
-    migrate(source, tmp_path / "dcp", to="dcp", **options)
+    convert(source, tmp_path / "dcp", names="hf", to="dcp", **options)
     found = from_dcp(tmp_path / "dcp")
     assert [] == differences(files, {name: found[f"model.{name}"] for name in files})
-    migrate(tmp_path / "hf", tmp_path / "direct", to="dcp")
+    convert(tmp_path / "hf", tmp_path / "direct", names="hf", to="dcp")
     assert [] == differences(found, from_dcp(tmp_path / "direct"))
-    migrate(source, tmp_path / "plain" / "step_1", to="tag", **options)
+    convert(source, tmp_path / "plain" / "step_1", names="hf", to="tag", **options)
     fresh: State = {}
     load_checkpoint(tmp_path / "plain", model=fresh)
     assert [] == differences(files, fresh)
     for release in ("0.3", "0.2.2"):
         target, titan = tmp_path / release, {**options, "to": "torchtitan", "torchtitan_release": release}
         if of_torchtitan == "yes":
-            migrate(source, target, **titan)
+            convert(source, target, **titan)
             moved = from_dcp(target / "step-0")
             assert any(torch.equal(files["model.norm.weight"], each) for each in moved.values())
-            migrate(tmp_path / "hf", tmp_path / "direct" / release, **{**titan, "config": None})
+            convert(tmp_path / "hf", tmp_path / "direct" / release, **{**titan, "config": None})
             assert [] == differences(moved, from_dcp(tmp_path / "direct" / release / "step-0"))
             continue
         with pytest.raises(UnsupportedState, match=f"names of model_type '{model_type}' are not known"):
-            migrate(source, target, **titan)
+            convert(source, target, **titan)
         assert not target.exists()

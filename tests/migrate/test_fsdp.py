@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.convert import migrate
+from nxd_ckpt import convert
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, weights
 from tests.migrate.written_by_torch_xla import WORLD_SIZE, FsdpRank
@@ -86,7 +86,7 @@ def test_each_tensor_is_that_of_the_consolidation(tmp_path: Path, options: dict[
         assert [name.replace("_fpw_module.", "") for name, _ in model.named_parameters()] == list(content["model"])
         assert content["shard_metadata"] == imitated.metadata
         assert [] == differences(dict(content["model"]), imitated.state_dict)
-    migrate(tmp_path / "old", tmp_path / "hf", to="hf", model_only=True)
+    convert(tmp_path / "old", tmp_path / "hf", to="hf", optimizer=False)
     found = weights(tmp_path / "hf")
     assert [] == differences(consolidated(tmp_path / "old"), found)
     assert [] == differences(STATE, found)
@@ -113,7 +113,7 @@ def test_models_of_any_kind(tmp_path: Path, flatten: bool) -> None:
     """Single numbers, frozen and shared parameters, three dimensions, buffers in bfloat16."""
     for rank in range(WORLD_SIZE):
         saved(tmp_path / "old", wrapped(Odd(), rank, flatten_parameters=flatten, compute_dtype=torch.bfloat16))
-    migrate(tmp_path / "old", tmp_path / "hf", to="hf", model_only=True)
+    convert(tmp_path / "old", tmp_path / "hf", to="hf", optimizer=False)
     found = weights(tmp_path / "hf")
     assert [] == differences(consolidated(tmp_path / "old"), found)
     assert torch.equal(Odd().frozen, found["frozen"])

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nxd_ckpt import load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import Migration, migrate
+from nxd_ckpt import convert, load_checkpoint, save_checkpoint
+from nxd_ckpt.conversion.job import Converted
 from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, weights, write_config
@@ -53,13 +53,12 @@ def runs() -> dict[str, OldRun]:
     return {name: old_run(job) for name, job in JOBS.items()}
 
 
-def migrated(source: Path, target: Path, run: OldRun, **options: Any) -> Migration:
+def migrated(source: Path, target: Path, run: OldRun, **options: Any) -> Converted:
     """With config.json, where nothing of it is beside the checkpoint."""
-    if source.name.startswith("checkpoint-"):
-        return migrate(source, target, **options)
-    return migrate(
-        source, target, config=write_config(source.parent.parent / "config", run.job.model.config), **options
-    )
+    terms: dict[str, Any] = {"to": "hf", "names": "hf"}
+    if not source.name.startswith("checkpoint-"):
+        terms["config"] = write_config(source.parent.parent / "config", run.job.model.config)
+    return convert(source, target, **{**terms, **options})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_the_next_steps_are_those_of_the_old_run(
 def test_transformers_and_its_optimizer_have_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """The form hf: from_pretrained's weights, and the optimizer's files under the same names."""
     run = runs["fused copies"]
-    done = migrate(write_optimum(tmp_path, run, dp=2), tmp_path / "hf")
+    done = convert(write_optimum(tmp_path, run, dp=2), tmp_path / "hf", to="hf", optimizer=True)
     assert ("training_args.bin (a pickled object of transformers)", "scheduler", "user content") == done.left_out
     model = LlamaForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32)
     assert all(torch.equal(run.weights[name], tensor) for name, tensor in model.state_dict().items())
@@ -102,7 +101,8 @@ def test_transformers_and_its_optimizer_have_the_state(tmp_path: Path, runs: dic
 def test_transformers_gets_bfloat16_weights_and_their_masters(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """The form hf of an xser tag: the model as it was trained, its master weights in float32 beside it."""
     run = runs["q k v apart"]
-    migrated(write_nxdt(tmp_path, run, masters=True, dtype=torch.bfloat16, xser=True), tmp_path / "hf", run)
+    source = write_nxdt(tmp_path, run, masters=True, dtype=torch.bfloat16, xser=True)
+    migrated(source, tmp_path / "hf", run, optimizer=True)
     model, masters = (load_file(tmp_path / "hf" / f"{file}.safetensors") for file in ("model", "optimizer"))
     assert dict.fromkeys(run.weights, torch.bfloat16) == {name: tensor.dtype for name, tensor in model.items()}
     for name, weight in run.weights.items():
@@ -125,7 +125,7 @@ def test_torch_dcp_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> Non
 def test_torchtitan_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """The form torchtitan: its names and its order of rows, for weights and moments; its counters."""
     run = runs["fused copies"]
-    done = migrate(write_optimum(tmp_path, run, dp=2), tmp_path / "checkpoint", to="torchtitan")
+    done = convert(write_optimum(tmp_path, run, dp=2), tmp_path / "checkpoint", to="torchtitan")
     assert str(tmp_path / "checkpoint" / f"step-{STEPS}") == done.target
     found = from_dcp(tmp_path / "checkpoint" / f"step-{STEPS}")
     for hf, weight in run.weights.items():
@@ -147,7 +147,7 @@ def test_torchtitan_has_the_state(tmp_path: Path, runs: dict[str, OldRun]) -> No
 def test_torchtitan_begins_anew_with_the_model_alone(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """Of step 0 it takes nothing but the model: neither steps nor learning rates of the old run are there."""
     place = write_optimum(tmp_path, runs["fused copies"])
-    done = migrate(place, tmp_path / "checkpoint", to="torchtitan", model_only=True)
+    done = convert(place, tmp_path / "checkpoint", to="torchtitan", optimizer=False)
     assert (str(tmp_path / "checkpoint" / "step-0"), STEPS) == (done.target, done.step)
     names = {titan_name(hf) for hf in runs["fused copies"].weights}
     assert names == from_dcp(tmp_path / "checkpoint" / "step-0").keys()
@@ -159,13 +159,13 @@ def test_what_is_tied_has_both_names_for_torch_dcp(tmp_path: Path) -> None:
     config = {**job.model.config, "tie_word_embeddings": True}
     model, fresh = (LlamaForCausalLM(LlamaConfig(**config)) for _ in range(2))
     save_checkpoint(tmp_path / "run", "step_1", model)
-    options: dict[str, Any] = {"config": write_config(tmp_path / "config", config), "model_only": True}
-    migrate(tmp_path / "run" / "step_1", tmp_path / "dcp", to="dcp", **options)
+    options: dict[str, Any] = {"config": write_config(tmp_path / "config", config), "optimizer": False}
+    convert(tmp_path / "run" / "step_1", tmp_path / "dcp", names="hf", to="dcp", **options)
     state = {"model": fresh.state_dict()}
     assert "lm_head.weight" in state["model"]
     load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert [] == differences(dict(model.state_dict()), state["model"])
-    migrate(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", **options)
+    convert(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", **options)
     found = from_dcp(tmp_path / "checkpoint" / "step-0")
     assert torch.equal(model.lm_head.weight, found["lm_head.weight"])
 
@@ -202,7 +202,7 @@ def test_what_the_model_alone_leaves_out_is_named(tmp_path: Path, runs: dict[str
     place = write_optimum(tmp_path, runs["q k v apart"])
     for rank in (0, 1):
         (place / f"rng_state_{rank}.pth").write_bytes(b"a pickle of generators")
-    done = migrate(place, tmp_path / "out", to="tag", model_only=True, dry_run=True)
+    done = convert(place, tmp_path / "out", names="hf", to="tag", optimizer=False, dry_run=True)
     assert (
         "training_args.bin (a pickled object of transformers)",
         "the ranks' state of random numbers (rng_state*.pth)",
@@ -211,7 +211,7 @@ def test_what_the_model_alone_leaves_out_is_named(tmp_path: Path, runs: dict[str
         "user content",
     ) == done.left_out
     (place / "scheduler.pt").unlink()
-    done = migrate(place, tmp_path / "out", to="tag", dry_run=True)
+    done = convert(place, tmp_path / "out", names="hf", to="tag", dry_run=True)
     assert "the scheduler, whose scheduler.pt is missing" in done.left_out
 
 
@@ -234,12 +234,12 @@ def test_the_command_says_what_it_found(
     from nxd_ckpt.cli.main import main
 
     source = write_optimum(tmp_path, runs["q k v apart"])
-    assert 0 == main(["migrate", str(source), str(tmp_path / "out"), "--to", "tag", "--dry-run", "--json"])
+    assert 0 == main(["convert", str(source), str(tmp_path / "out"), "--names=hf", "--to=tag", "--dry-run", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert ("optimum-neuron", "tag", STEPS) == (found["writer"], found["form"], found["step"])
     assert ["training_args.bin (a pickled object of transformers)"] == found["left_out"]
     assert not (tmp_path / "out").exists()
-    assert 0 == main(["migrate", str(source), str(tmp_path / "out")])
+    assert 0 == main(["convert", str(source), str(tmp_path / "out"), "--to", "hf", "--optimizer"])
     assert "optimum-neuron, step 3, read by mapping optimum-neuron" in capsys.readouterr().out
 
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_from_before_tags_continues(tmp_path: Path, runs: dict[str,
 def test_a_run_of_the_first_optimum_neuron_continues(tmp_path: Path) -> None:
     """NxD's files of ranks, which say how each parameter is cut; nothing is fused."""
     run = old_run(Job(Model(heads=4, kv_heads=4, head_dim=4), tp=2, pp=2, fused_mlp=False))
-    done = migrate(write_old_optimum(tmp_path, run), tmp_path / "run" / "step_3", to="tag")
+    done = convert(write_old_optimum(tmp_path, run), tmp_path / "run" / "step_3", names="hf", to="tag")
     assert ("optimum-neuron before 0.0.22", STEPS) == (done.writer, done.step)
     continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS}})
 
@@ -271,7 +271,7 @@ def test_a_run_of_which_optimum_neuron_pickled_the_metadata_continues(tmp_path: 
     if qkv != "separate":
         job = Job(Model(heads=8), tp=4, pp=2, fused_mlp=False, qkv=qkv, copies=2)
     run = old_run(job)
-    done = migrate(write_pickled_optimum(tmp_path, run, dp=2), tmp_path / "run" / "step_3", to="tag")
+    done = convert(write_pickled_optimum(tmp_path, run, dp=2), tmp_path / "run" / "step_3", names="hf", to="tag")
     assert ("optimum-neuron", STEPS) == (done.writer, done.step)
     continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS, "epoch": 0.5, "log_history": []}})
 
@@ -295,7 +295,7 @@ def test_an_optimizer_beside_the_shards_is_named(tmp_path: Path) -> None:
     place = write_optimum(tmp_path, run)
     shutil.rmtree(place / "shards" / "optim")
     torch.save({"state": {}, "param_groups": []}, place / "optimizer.pt")
-    done = migrate(place, tmp_path / "out")
+    done = convert(place, tmp_path / "out", to="hf")
     assert "the optimizer in optimizer.pt, of a run without tensor and pipeline parallelism" in done.left_out
 
 
@@ -314,7 +314,7 @@ def test_a_tag_of_nxd_continues_with_the_names_given(tmp_path: Path, runs: dict[
 def test_a_run_of_torch_xlas_fsdp_continues(tmp_path: Path, runs: dict[str, OldRun], rows: bool) -> None:
     """A file of each rank, each with a part of every parameter: model, optimizer, scheduler and the script's dict."""
     run = runs["q k v apart"]
-    done = migrate(write_fsdp(tmp_path / "old", run, rows=rows), tmp_path / "run" / "step_3", to="tag")
+    done = convert(write_fsdp(tmp_path / "old", run, rows=rows), tmp_path / "run" / "step_3", names="hf", to="tag")
     assert ("torch.save or torch-xla", STEPS) == (done.writer, done.step)
     continues(tmp_path / "run", run, {"epoch": 7})
 
@@ -323,13 +323,13 @@ def test_a_run_of_transformers_trainer_with_fsdp_continues(tmp_path: Path, runs:
     """Two files of each rank, and the model as a whole beside them, which is no layout of its own then."""
     run = runs["q k v apart"]
     place = write_trainer(tmp_path / "old", run)
-    done = migrate(place, tmp_path / "run" / "step_3", to="tag")
+    done = convert(place, tmp_path / "run" / "step_3", names="hf", to="tag")
     assert ("torch.save or torch-xla", STEPS) == (done.writer, done.step)
     assert "the ranks' state of random numbers (rng_state*.pth)" in done.left_out
     continues(tmp_path / "run", run, {"trainer_state": {"global_step": STEPS}})
     (place / "rank1-of-3-optimizer.pt").unlink()
     with pytest.raises(PartNotFound, match=r"no optimizer is beside rank1-of-3-pytorch_model\.bin"):
-        migrate(place, tmp_path / "run" / "step_4", to="tag")
+        convert(place, tmp_path / "run" / "step_4", names="hf", to="tag")
 
 
 def continues(directory: Path, run: OldRun, content: dict[str, Any]) -> None:
@@ -346,8 +346,8 @@ def test_flat_parameters_are_those_of_the_model(tmp_path: Path, runs: dict[str, 
     run = runs["q k v apart"]
     place = write_fsdp(tmp_path / "old", run, flatten=True)
     config = write_config(tmp_path / "config", run.job.model.config)
-    migrate(place, tmp_path / "dcp", to="dcp")
-    migrate(place, tmp_path / "checkpoint", to="torchtitan", config=config)
+    convert(place, tmp_path / "dcp", names="hf", to="dcp")
+    convert(place, tmp_path / "checkpoint", to="torchtitan", config=config)
     found, titan = from_dcp(tmp_path / "dcp"), from_dcp(tmp_path / "checkpoint" / "step-3")
     for name, weight in run.weights.items():
         assert torch.equal(weight, found[f"model.{name}"])
@@ -362,11 +362,11 @@ def test_one_file_of_xm_save_continues(tmp_path: Path, runs: dict[str, OldRun]) 
     run = runs["q k v apart"]
     path = write_xm_save(tmp_path / "old" / "step.pth", run)
     write_xm_save(tmp_path / "old" / "other.pth", run)
-    done = migrate(path, tmp_path / "run" / "step_3", to="tag")
+    done = convert(path, tmp_path / "run" / "step_3", names="hf", to="tag")
     assert (str(path), "torch.save or torch-xla", STEPS) == (done.source, done.writer, done.step)
     continues(tmp_path / "run", run, {"epoch": 7})
     (tmp_path / "old" / "other.pth").unlink()
-    migrate(path.parent, tmp_path / "hf")
+    convert(path.parent, tmp_path / "hf", to="hf")
     assert [] == differences(run.weights, weights(tmp_path / "hf"))
 
 
@@ -377,7 +377,7 @@ def test_a_run_with_sagemakers_tiered_storage_continues(
     """A directory of each rank and step, the optimizer by names or by numbers, in a file system as in S3."""
     run = runs["q k v apart"]
     place = write_tiered(tmp_path / "job", state(run), STEPS, by_ray=by_ray)
-    done = migrate(place, tmp_path / "run" / "step_3", to="tag")
+    done = convert(place, tmp_path / "run" / "step_3", names="hf", to="tag")
     assert ("SageMaker's tiered storage", STEPS) == (done.writer, done.step)
     continues(tmp_path / "run", run, {"step": STEPS})
 
@@ -388,15 +388,15 @@ def test_one_of_several_steps_is_named(tmp_path: Path, runs: dict[str, OldRun]) 
     for step in (STEPS, STEPS + 1):
         place = write_tiered(tmp_path / "job", by_name(run), step)
     with pytest.raises(CheckpointNotFound, match=r"several checkpoints, expected one: .*rank_0/step_3, .*/step_4"):
-        migrate(place, tmp_path / "hf")
-    migrate(place / "rank_1" / "step_3", tmp_path / "hf")
+        convert(place, tmp_path / "hf", to="hf")
+    convert(place / "rank_1" / "step_3", tmp_path / "hf", to="hf")
     assert [] == differences(run.weights, weights(tmp_path / "hf"))
 
 
 def test_what_torch_dcp_wrote_continues(tmp_path: Path, runs: dict[str, OldRun]) -> None:
     """Its own directories, of torch-xla's SPMD among them: here one that a migration made."""
     run = runs["q k v apart"]
-    migrate(write_tiered(tmp_path / "job", by_name(run), STEPS), tmp_path / "dcp", to="dcp")
-    done = migrate(tmp_path / "dcp", tmp_path / "run" / "step_3", to="tag")
+    convert(write_tiered(tmp_path / "job", by_name(run), STEPS), tmp_path / "dcp", names="hf", to="dcp")
+    done = convert(tmp_path / "dcp", tmp_path / "run" / "step_3", names="hf", to="tag")
     assert "torch DCP" == done.writer
     continues(tmp_path / "run", run, {"step": STEPS})

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nxd_ckpt import load_checkpoint
-from nxd_ckpt.convert import migrate
+from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, KeyMismatch, MalformedFile, PartNotFound
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, weights, write_config
@@ -44,7 +43,7 @@ def test_the_next_steps_are_those_of_the_old_run(tmp_path: Path) -> None:
     run = old_run(Job(Model(heads=4, head_dim=4, kv_heads=2)))
     place = write_nemo(tmp_path / "checkpoints", run, NemoJob(pp=2, dp=3, xser=True))
     config = write_config(tmp_path / "config", run.job.model.config)
-    done = migrate(place, tmp_path / "run" / "step_3", to="tag", config=config)
+    done = convert(place, tmp_path / "run" / "step_3", names="hf", to="tag", config=config)
     assert ("neuronx-nemo-megatron", "nemo_llama", STEPS, ()) == (done.writer, done.mapping, done.step, done.left_out)
     model = model_of(run.job, seed=5)
     optimizer = optimizer_of(model)
@@ -70,7 +69,7 @@ def test_each_tensor_is_that_of_the_model(tmp_path: Path, job: NemoJob) -> None:
     place = write_nemo(tmp_path / "checkpoints", run, job)
     config = write_config(tmp_path / "config", {**run.job.model.config, "tie_word_embeddings": job.tied})
     rank = sorted(path.name for path in place.iterdir())[-1]
-    migrate(place / rank / NEMO_NAME, tmp_path / "hf", config=config)
+    convert(place / rank / NEMO_NAME, tmp_path / "hf", to="hf", config=config, optimizer=True)
     left_out = {"lm_head.weight"} if job.tied else set()
     expected = {name: tensor for name, tensor in run.weights.items() if name not in left_out}
     assert [] == differences(expected, weights(tmp_path / "hf"))
@@ -86,8 +85,8 @@ def test_one_of_several_checkpoints_is_named(tmp_path: Path) -> None:
     write_nemo(place, replace(run, weights={name: one + 1 for name, one in run.weights.items()}), NemoJob(dp=2), last)
     config = write_config(tmp_path / "config", run.job.model.config)
     with pytest.raises(CheckpointNotFound, match=r"several checkpoints, expected one: .*-last.ckpt, .*"):
-        migrate(place, tmp_path / "hf", config=config)
-    migrate(place / "mp_rank_00" / last, tmp_path / "hf", config=config)
+        convert(place, tmp_path / "hf", to="hf", config=config)
+    convert(place / "mp_rank_00" / last, tmp_path / "hf", to="hf", config=config)
     assert torch.equal(run.weights["lm_head.weight"] + 1, weights(tmp_path / "hf")["lm_head.weight"])
 
 
@@ -98,7 +97,7 @@ def test_an_optimizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     for rank in place.iterdir():
         shutil.rmtree(rank / "optim")
     config = write_config(tmp_path / "config", run.job.model.config)
-    done = migrate(place, tmp_path / "run" / "step_3", to="tag", config=config)
+    done = convert(place, tmp_path / "run" / "step_3", names="hf", to="tag", config=config)
     assert ("the ZeRO-1 optimizer, whose files are missing",) == done.left_out
 
 
@@ -173,5 +172,5 @@ def test_what_contradicts_itself(
     damage(place)
     (tmp_path / "config.json").write_text(json.dumps(run.job.model.config))
     with pytest.raises(kind, match=complaint):
-        migrate(place, tmp_path / "out", config=tmp_path / "config.json")
+        convert(place, tmp_path / "out", to="hf", config=tmp_path / "config.json", optimizer=True)
     assert not (tmp_path / "out").exists()

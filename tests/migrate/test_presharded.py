@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from nxd_ckpt.convert import export_checkpoint, migrate
+from nxd_ckpt import convert
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PartNotFound, TopologyMismatch
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_config
@@ -33,12 +33,12 @@ def test_it_is_read_and_written(tmp_path: Path, model: Model, tp: int) -> None:
     state = model.state()
     config = write_config(tmp_path / "config", model.config)
     place = write_presharded(tmp_path / "weights", model, state, tp)
-    done = migrate(place, tmp_path / "hf", config=config)
+    done = convert(place, tmp_path / "hf", to="hf", config=config)
     assert ("NxD inference", "nxd_inference") == (done.writer, done.mapping)
     assert [] == differences(state, weights(tmp_path / "hf"))
 
     tag = save_job(tmp_path / "run", Job(model), state)
-    export_checkpoint(tag, tmp_path / "out", config=config, presharded=True, tp=tp)
+    convert(tag, tmp_path / "out", to="hf", config=config, presharded=True, tp=tp)
     assert sorted(path.name for path in place.iterdir()) == sorted(path.name for path in (tmp_path / "out").iterdir())
     for rank in range(tp):
         name = f"tp{rank}_sharded_checkpoint.safetensors"
@@ -52,7 +52,7 @@ def test_a_job_of_many_ranks_becomes_one_for_inference(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config", job.model.config)
     tag = save_job(tmp_path / "run", job, state)
     options: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, "presharded": True, "dtype": "bfloat16"}
-    export_checkpoint(tag, tmp_path / "out", tp=2, **options)
+    convert(tag, tmp_path / "out", to="hf", tp=2, **options)
     for rank in range(2):
         expected = held_by(job.model, {name: tensor.bfloat16() for name, tensor in state.items()}, 2, rank)
         found = load_file(tmp_path / "out" / f"tp{rank}_sharded_checkpoint.safetensors")
@@ -62,7 +62,7 @@ def test_a_job_of_many_ranks_becomes_one_for_inference(tmp_path: Path) -> None:
 def _refused(place: Path, kind: type[CheckpointError], complaint: str, **options: Any) -> None:
     out = place.parent / "out"
     with pytest.raises(kind, match=complaint):
-        (export_checkpoint if "presharded" in options else migrate)(place, out, **options)
+        convert(place, out, to="hf", **options)
     assert not out.exists()
 
 
@@ -76,5 +76,4 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     _refused(place, PartNotFound, "tp2_sharded_checkpoint.safetensors is missing", config=config)
     tag = save_job(tmp_path / "run", Job(model), model.state())
     _refused(tag, TopologyMismatch, "cannot be divided", config=config, presharded=True, tp=3)
-    _refused(tag, InvalidArgument, "tp is for presharded=True", config=config, presharded=False, tp=2)
     _refused(tag, InvalidArgument, "writes the model alone", config=config, presharded=True, optimizer=True)

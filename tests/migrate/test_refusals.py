@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import load_checkpoint
-from nxd_ckpt.convert import migrate, to_dcp
+from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.core.names import rank_file
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -25,7 +24,6 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.output.locations import Location, locate_any, locate_input
-from nxd_ckpt.output.source import open_any
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
@@ -69,7 +67,7 @@ def refused(source: Path, kind: type[CheckpointError], complaint: str, **options
     out = source.parent / "out"
     for form in ("hf", "dcp", "tag", "torchtitan"):
         with pytest.raises(kind, match=complaint):
-            migrate(source, out / form, to=form, **options)
+            convert(source, out / form, **{"names": "hf", "to": form, "optimizer": form == "hf" or None, **options})
     assert not out.exists()
 
 
@@ -253,7 +251,7 @@ def test_a_number_in_the_place_of_a_moment(tmp_path: Path, number: Any, of_all: 
     path = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
     _with_a_number(path, number, of_all=of_all)
     with pytest.raises(MalformedFile, match=r"exp_avg of 'model\.\S+' is .*, expected a tensor, (as exp_avg of|like)"):
-        migrate(path.parent, tmp_path / "step_3", to="tag")
+        convert(path.parent, tmp_path / "step_3", names="hf", to="tag")
     assert not (tmp_path / "step_3").exists()
 
 
@@ -288,7 +286,7 @@ def test_an_optimizer_of_another_program_with_a_number_for_a_moment(
         load_checkpoint(tmp_path, "step_3", model, torch.optim.AdamW(model.parameters()))
     assert torch.equal(before, model.weight)
     with pytest.raises(MalformedFile, match="of parameter 1 is"):
-        to_dcp(tmp_path / "step_3", tmp_path / "dcp")
+        convert(tmp_path / "step_3", tmp_path / "dcp", to="dcp")
     [problem] = verify_checkpoint(tmp_path, "step_3").problems
     assert "of parameter 1 is" in problem
 
@@ -328,7 +326,7 @@ def test_torchtitan_needs_to_know_the_model(tmp_path: Path) -> None:
     """Names that a script's files hold do not say it."""
     write_xm_save(tmp_path / "last.pth", untrained())
     with pytest.raises(UnsupportedState, match=r"the model type is not known, .* pass the model's config\.json"):
-        migrate(tmp_path / "last.pth", tmp_path / "out", to="torchtitan")
+        convert(tmp_path / "last.pth", tmp_path / "out", to="torchtitan")
 
 
 def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
@@ -345,9 +343,9 @@ def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
     config.write_text(json.dumps(JOB.model.config))
     options: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, "dry_run": True}
     with pytest.raises(UnsupportedState, match="without a count of steps, but TorchTitan continues at a step"):
-        migrate(place, tmp_path / "out", to="torchtitan", **options)
-    assert migrate(place, tmp_path / "out", to="torchtitan", model_only=True, **options).step is None
-    assert migrate(place, tmp_path / "out", to="tag", **options).step is None
+        convert(place, tmp_path / "out", to="torchtitan", **options)
+    assert convert(place, tmp_path / "out", to="torchtitan", optimizer=False, **options).step is None
+    assert convert(place, tmp_path / "out", names="hf", to="tag", **options).step is None
 
 
 def _missing(path: Path) -> None:
@@ -436,7 +434,7 @@ def test_other_layouts_are_named(
     place = tmp_path / "source"
     place.mkdir()
     fill(place)
-    refused(place, kind, complaint)
+    refused(place, kind, complaint, optimizer=None)
 
 
 def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
@@ -596,8 +594,9 @@ def test_names_of_torchtitan_are_not_taken_for_those_of_a_target(tmp_path: Path)
     """Its own directories are not migrated: their names would be in the output."""
     source = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
     config = write_config(tmp_path / "config", Model().config)
-    migrate(source, tmp_path / "checkpoint", to="torchtitan", config=config, model_only=True)
-    refused(tmp_path / "checkpoint" / "step-0", PartNotFound, "has no model under the usual keys; .*from-dcp")
+    convert(source, tmp_path / "checkpoint", to="torchtitan", config=config, optimizer=False)
+    place, complaint = tmp_path / "checkpoint" / "step-0", "has no model under the usual keys; .*optim_key="
+    refused(place, PartNotFound, complaint, optimizer=None)
 
 
 def test_two_layouts_are_not_exported(tmp_path: Path) -> None:
@@ -605,8 +604,8 @@ def test_two_layouts_are_not_exported(tmp_path: Path) -> None:
     place = tmp_path / "source"
     write_xm_save(place / "ema.pth", untrained(Job(Model())))
     (place / ".metadata").write_bytes(b"")
-    with pytest.raises(MalformedFile, match="files of two layouts: torch-xla and torch DCP"):
-        open_any(locate_any(place, None))
+    with pytest.raises(MalformedFile, match=r"files of two layouts: .*torch-xla and torch DCP"):
+        convert(place, tmp_path / "out", to="hf")
 
 
 def test_a_run_may_be_called_as_a_rank(tmp_path: Path) -> None:

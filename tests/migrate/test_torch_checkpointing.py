@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt import dcp
+from nxd_ckpt import convert, dcp
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import from_dcp, migrate
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, UnsafePickle
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -51,7 +50,7 @@ def assert_equal(expected: Any, actual: Any) -> None:
 def test_it_becomes_a_tag(torch_checkpointing: Path, tmp_path: Path, name: str, step: int) -> None:
     """Model, optimizer and the rest are those that torch gathers, bit for bit, and a job goes on from the tag."""
     whole = truth(torch_checkpointing, name)
-    done = migrate(torch_checkpointing / name / f"step_{step}", tmp_path / "run" / "step", to="tag")
+    done = convert(torch_checkpointing / name / f"step_{step}", tmp_path / "run" / "step", names="hf", to="tag")
     assert ("torch_checkpointing", step) == (
         done.writer,
         nxd_ckpt.load_checkpoint(tmp_path / "run")["train_state"]["step"],
@@ -83,7 +82,8 @@ def test_it_is_inspected_and_converted(
     place = torch_checkpointing / "fsdp2_tp" / "step_2"
     assert 0 == main(["inspect", str(place)])
     assert "up.weight" in capsys.readouterr().out
-    from_dcp(place, tmp_path / "run" / "step_2", tp=2, partitions={"up.weight": nxd_ckpt.Partition(partition_dim=0)})
+    cuts = {"up.weight": nxd_ckpt.Partition(partition_dim=0)}
+    convert(place, tmp_path / "run" / "step_2", to="tag", tp=2, partitions=cuts)
     opened = nxd_ckpt.open_checkpoint(tmp_path / "run")
     assert "dp=1 tp=2 pp=1 ep=1" == opened.topology.describe()
     assert_equal(truth(torch_checkpointing, "fsdp2_tp")["model"]["up.weight"], opened.read("model/up.weight"))
@@ -151,7 +151,7 @@ def test_a_damaged_directory_is_refused(
     place = copied(torch_checkpointing, tmp_path, name, step)
     damage(place)
     with pytest.raises(CheckpointError, match=complaint):
-        migrate(place, tmp_path / "run" / "step", to="tag")
+        convert(place, tmp_path / "run" / "step", names="hf", to="tag")
     assert not (tmp_path / "run").exists()
 
 
@@ -164,14 +164,14 @@ def test_files_of_two_saves(torch_checkpointing: Path, tmp_path: Path) -> None:
     place = copied(torch_checkpointing, tmp_path, "fsdp2", 2)
     shutil.copy(torch_checkpointing / "fsdp2" / "step_1" / "train_state_1.pt", place)
     with pytest.raises(CheckpointError, match=r"train_state_1.pt is of step 1, train_state_0.pt of 2; files of two"):
-        migrate(place, tmp_path / "run" / "step", to="tag")
+        convert(place, tmp_path / "run" / "step", names="hf", to="tag")
 
 
 def test_an_interrupted_save(torch_checkpointing: Path, tmp_path: Path) -> None:
     """The library renames tmp_step_2 when all ranks have written."""
     shutil.copytree(torch_checkpointing / "fsdp2" / "step_2", tmp_path / "tmp_step_2")
     with pytest.raises(CheckpointNotFound, match="that save was interrupted"):
-        migrate(tmp_path / "tmp_step_2", tmp_path / "run" / "step", to="tag")
+        convert(tmp_path / "tmp_step_2", tmp_path / "run" / "step", names="hf", to="tag")
 
 
 class Attack:
@@ -192,7 +192,7 @@ def test_a_pickle_runs_nothing(torch_checkpointing: Path, tmp_path: Path, file: 
     else:
         torch.save({"up.weight": attack}, place / file)
     with pytest.raises(UnsafePickle, match="mkdir"):
-        migrate(place, tmp_path / "run" / "step", to="tag")
+        convert(place, tmp_path / "run" / "step", names="hf", to="tag")
     assert not attack.path.exists()
 
 
@@ -200,7 +200,7 @@ def test_content_that_is_no_data_is_left_out(torch_checkpointing: Path, tmp_path
     """An item beside model and optimizer that holds an object: the model is carried, the object not made."""
     place, attack = copied(torch_checkpointing, tmp_path, "fsdp2", 1), Attack(tmp_path / "attacked")
     torch.save(attack, place / "rng_0.pt")
-    done = migrate(place, tmp_path / "run" / "step", to="tag")
+    done = convert(place, tmp_path / "run" / "step", names="hf", to="tag")
     assert "mkdir" in str(done.left_out)
     assert not attack.path.exists()
     model: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def test_cut_off_and_flipped(torch_checkpointing: Path, tmp_path: Path, name: st
             path.write_bytes(changed)
             shutil.rmtree(tmp_path / "run", ignore_errors=True)
             try:
-                migrate(place, tmp_path / "run" / "step", to="tag")
+                convert(place, tmp_path / "run" / "step", names="hf", to="tag")
             except CheckpointError:
                 refused += 1
         path.write_bytes(data)

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: see the Makefile")
 
-from nxd_ckpt import save_checkpoint
+from nxd_ckpt import convert, save_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import import_checkpoint, migrate
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from tests.hugging_face.families import OF_TORCHTITAN, random_model
 from tests.hugging_face.reference import State
@@ -63,12 +62,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Lo
         model, optimizer = trained(family)
         originals[family] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.save_pretrained(source)
-        import_checkpoint(source, runs / "job" / "step_3", **sizes)
+        convert(source, runs / "job" / "step_3", to="tag", names="nxd", **sizes)
         save_checkpoint(runs / "run", "step_3", model, optimizer)
         for release in ("0.3", "0.2.2"):
             options: dict[str, Any] = {"to": "torchtitan", "torchtitan_release": release, "config": source}
-            migrate(runs / "job" / "step_3", work / release / family, model_only=True, **options)
-            migrate(runs / "run" / "step_3", work / release / family, **options)
+            convert(runs / "job" / "step_3", work / release / family, optimizer=False, **options)
+            convert(runs / "run" / "step_3", work / release / family, **options)
     for release, first in {"0.3": [], "0.2.2": [str(Path(sys.prefix, "torchtitan-0.2.2"))]}.items():
         program = "import runpy\nrunpy.run_module('tests.migrate.titan_models', run_name='__main__')"
         ended = run_program(f"import sys\nsys.path[:0] = {first}\n{program}", work / release)
@@ -148,17 +147,17 @@ def test_param_groups_that_0_2_2_cannot_have_are_refused(tmp_path: Path) -> None
     save_checkpoint(tmp_path / "run", "step_1", model, optimizer)
     source, options = str(tmp_path / "run" / "step_1"), ["--to", "torchtitan", "--config", str(tmp_path / "config")]
     with pytest.raises(UnsupportedState, match=r"single param group, but .* differ in weight_decay"):
-        migrate(source, tmp_path / "old", to="torchtitan", torchtitan_release="0.2.2", config=tmp_path / "config")
+        convert(source, tmp_path / "old", to="torchtitan", torchtitan_release="0.2.2", config=tmp_path / "config")
     assert not (tmp_path / "old").exists()
     old = ["--torchtitan-release", "0.2.2"]
-    assert 0 == main(["migrate", source, str(tmp_path / "old"), *options, *old, "--model-only"])
+    assert 0 == main(["convert", source, str(tmp_path / "old"), *options, *old, "--model-only"])
     assert "output.weight" in from_dcp(tmp_path / "old" / "step-0")
-    assert 0 == main(["migrate", source, str(tmp_path / "new"), *options])
+    assert 0 == main(["convert", source, str(tmp_path / "new"), *options])
     found = from_dcp(tmp_path / "new" / "step-1")
     decays = [found[f"optimizer.param_groups.{name}.weight.weight_decay"] for name in ("tok_embeddings", "norm")]
     assert [0.0, 0.1] == decays
     with pytest.raises(InvalidArgument, match=r"torchtitan_release must be one of 0\.3, 0\.2\.2, found '0\.1'"):
-        migrate(source, tmp_path / "none", to="torchtitan", torchtitan_release="0.1")  # type: ignore[arg-type]
+        convert(source, tmp_path / "none", to="torchtitan", torchtitan_release="0.1")  # type: ignore[arg-type]
 
 
 def test_queries_without_a_latent_vector_have_their_own_name(tmp_path: Path) -> None:
@@ -170,13 +169,13 @@ def test_queries_without_a_latent_vector_have_their_own_name(tmp_path: Path) -> 
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(".bias")}
     save_checkpoint(tmp_path / "run", "step_1", dict(state))
     config = tmp_path / "without_biases"
-    migrate(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", config=config)
+    convert(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", config=config)
     found = from_dcp(tmp_path / "checkpoint" / "step-0")
     assert torch.equal(state["model.layers.0.self_attn.q_proj.weight"], found["layers.0.attention.wq.weight"])
 
     save_checkpoint(tmp_path / "run", "step_2", model)
     with pytest.raises(UnsupportedState, match=r"TorchTitan's deepseek_v3 has no tensor for .*\.bias"):
-        migrate(tmp_path / "run" / "step_2", tmp_path / "other", to="torchtitan", config=tmp_path / "config")
+        convert(tmp_path / "run" / "step_2", tmp_path / "other", to="torchtitan", config=tmp_path / "config")
 
 
 def test_heads_that_are_rotated_otherwise_are_refused(tmp_path: Path) -> None:
@@ -186,5 +185,5 @@ def test_heads_that_are_rotated_otherwise_are_refused(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path / "config")
     save_checkpoint(tmp_path / "run", "step_1", model)
     with pytest.raises(UnsupportedState, match="rope_interleave=false"):
-        migrate(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", config=tmp_path / "config")
+        convert(tmp_path / "run" / "step_1", tmp_path / "checkpoint", to="torchtitan", config=tmp_path / "config")
     assert not (tmp_path / "checkpoint").exists()

@@ -17,19 +17,17 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt import Checkpointer, has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import (
-    convert_zero1,
+from nxd_ckpt import (
+    Checkpointer,
+    convert,
     copy_checkpoint,
-    export_checkpoint,
-    from_dcp,
-    import_checkpoint,
-    pack_checkpoint,
-    reshard,
-    to_dcp,
+    has_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
     unshard_checkpoint,
 )
+from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -48,7 +46,7 @@ NBYTES = sum(tensor.nbytes for tensor in STATE.values())
 
 KILLED = """
 import json, sys
-from nxd_ckpt.convert import copy_checkpoint
+from nxd_ckpt import copy_checkpoint
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import HookedStorage, killing
@@ -206,8 +204,8 @@ def test_a_copy_that_is_killed_goes_on(bucket: Bucket, tmp_path: Path) -> None:
 def test_conversions_go_from_url_to_url(bucket: Bucket, tmp_path: Path) -> None:
     """Shards cut on the server are those that are cut on a disk."""
     source, options = save_example(tmp_path / "input", 2), bucket.options
-    convert_zero1(source, f"{bucket.url}/full", convert_to_full=True, storage_options=options)
-    reshard(f"{bucket.url}/full", f"{bucket.url}/dp3", dp=3, storage_options=options)
+    convert(source, f"{bucket.url}/full", to="tag", optimizer_form="zero1_full", storage_options=options)
+    convert(f"{bucket.url}/full", f"{bucket.url}/dp3", to="tag", dp=3, storage_options=options)
     copy_checkpoint(f"{bucket.url}/dp3", tmp_path / "dp3", storage_options=options)
     expected = [sharded(whole(), 3, rank) for rank in range(3)]
     assert None is difference(plainly(expected), plainly(optimizers(tmp_path / "dp3")))
@@ -217,8 +215,8 @@ def test_conversions_go_from_url_to_url(bucket: Bucket, tmp_path: Path) -> None:
 def test_worker_processes_get_the_options(bucket: Bucket, tmp_path: Path) -> None:
     """In memory only."""
     source = save_example(tmp_path / "input", 2)
-    words = ["convert-zero1", "--quiet", "--input_dir", str(source), "--output_dir", f"{bucket.url}/dp4"]
-    words += ["--convert_to_sharded", "--dp_size", "4", "--num_workers", "2", *bucket.words]
+    words = ["convert", "--quiet", str(source), f"{bucket.url}/dp4", "--to", "tag"]
+    words += ["--optimizer-form", "zero1", "--dp", "4", "--num-workers", "2", *bucket.words]
     assert 0 == main(words)
     assert () == verify_checkpoint(bucket.url, "dp4", storage_options=bucket.options).problems
 
@@ -245,14 +243,15 @@ def test_options_are_for_what_is_a_url(bucket: Bucket, tmp_path: Path) -> None:
     config = write_config(tmp_path / "config", job.model.config)
     (tmp_path / "config" / "tokenizer.json").write_text("{}")
     tag, url, options = save_job(tmp_path / "run", job, job.model.state()), bucket.url, bucket.options
-    export_checkpoint(tag, f"{url}/hf", config=config, tokenizer=config.parent, storage_options=options)
-    export_checkpoint(tag, tmp_path / "hf", config=f"{url}/hf", tokenizer=f"{url}/hf", storage_options=options)
-    import_checkpoint(f"{url}/hf", tmp_path / "run" / "back", config=f"file://{config}", storage_options=options)
-    import_checkpoint(tmp_path / "hf", f"{url}/imported", config=config, storage_options=options)
+    convert(tag, f"{url}/hf", to="hf", config=config, tokenizer=config.parent, storage_options=options)
+    convert(tag, tmp_path / "hf", to="hf", config=f"{url}/hf", tokenizer=f"{url}/hf", storage_options=options)
+    names: dict[str, Any] = {"to": "tag", "names": "nxd", "storage_options": options}
+    convert(f"{url}/hf", tmp_path / "run" / "back", config=f"file://{config}", **names)
+    convert(tmp_path / "hf", f"{url}/imported", config=config, **names)
     assert 0 == main(["diff", str(tmp_path / "run" / "back"), f"{url}/imported", *bucket.words])
     assert 0 == main(["diff", f"{url}/imported", f"file://{tmp_path}/run/back", *bucket.words])
-    to_dcp(tag, f"{url}/dcp", storage_options=options)
-    from_dcp(f"{url}/dcp", tmp_path / "run" / "from_dcp", storage_options=options)
+    convert(tag, f"{url}/dcp", to="dcp", storage_options=options)
+    convert(f"{url}/dcp", tmp_path / "run" / "from_dcp", to="tag", storage_options=options)
     unshard_checkpoint(f"{url}/imported", tmp_path / "unsharded", storage_options=options)
     for copy in ("back", "from_dcp"):
         assert () == verify_checkpoint(tmp_path / "run", copy).problems
@@ -268,7 +267,7 @@ def test_an_archive_of_many_files_is_opened_by_few_requests(
     state = {f"layer.{number}": torch.full((160, 160), number) for number in range(60)}  # too large to come along
     save_checkpoint(tmp_path / "run", "one", state, use_xser=True, durable=False)
     url, options = f"{bucket.url}/one{suffix}", bucket.options
-    pack_checkpoint(tmp_path / "run" / "one", url, output_options=options)
+    convert(tmp_path / "run" / "one", url, to="tar", output_options=options)
     counts = []
     loaded: dict[str, torch.Tensor] = {}
     for use in (

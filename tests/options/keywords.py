@@ -13,7 +13,7 @@ from textwrap import fill
 from typing import Any
 
 import nxd_ckpt
-from nxd_ckpt import Checkpointer, convert, keywords
+from nxd_ckpt import Checkpointer, keywords
 from nxd_ckpt.examine.resume_probe import ResumeProbe
 from nxd_ckpt.prune import prune_checkpoints
 
@@ -22,7 +22,6 @@ FUNCTIONS: list[Callable[..., Any]] = [
     function
     for function in (
         *(getattr(nxd_ckpt, name) for name in nxd_ckpt.__all__),
-        *(getattr(convert, name) for name in convert.__all__),
         *(*vars(Checkpointer).values(), prune_checkpoints, ResumeProbe.check),
     )
     if inspect.isfunction(function) and str(function.__annotations__.get("options")).startswith("Unpack[")

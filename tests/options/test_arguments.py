@@ -23,14 +23,15 @@ from nxd_ckpt import (
     Partition,
     Tier,
     Topology,
+    UnshardStrategy,
     close_checkpointers,
+    convert,
     has_checkpoint,
     load_checkpoint,
     open_checkpoint,
     remove_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.convert import UnshardStrategy, reshard
 from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.load.options import LoadOptions
@@ -82,7 +83,7 @@ def _classes(kind: type[Any] = Options) -> list[type[Any]]:
 
 
 CLASSES = sorted(_classes(), key=lambda kind: kind.__qualname__)
-NEEDED = {"path": "run", "count": 1, "steps": 1, "metric": "loss", "size": 4, "hours": 1, "convert_to_full": True}
+NEEDED = {"path": "run", "count": 1, "steps": 1, "metric": "loss", "size": 4, "hours": 1}
 
 
 def _made(kind: type[Any], name: str, value: Any) -> Any:
@@ -122,7 +123,7 @@ def test_there_are_option_classes_of_every_call() -> None:
     assert {SaveOptions, LoadOptions, *JobOptions.kinds(), OpenOptions, Tier, Last, UnshardStrategy, Partition} <= {
         *CLASSES
     }
-    assert len(CLASSES) > 25
+    assert len(CLASSES) > 20
 
 
 @pytest.mark.parametrize("true", [True, 1, 1.0, "true", "True", " YES ", "on", "1", np.bool_(True), torch.tensor(True)])
@@ -279,8 +280,8 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
     """As argparse has it by default."""
     with pytest.raises(InvalidArgument, match="the checkpoint directory is None"):
         save_checkpoint(None, "step_1", {})
-    with pytest.raises(InvalidArgument, match=r"^input_dir must be a string or a path, found None"):
-        reshard(None, tmp_path / "x", tp=2)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"^src must be a string or a path, found None"):
+        convert(None, tmp_path / "x", to="tag", tp=2)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Checkpointer, Tier, load_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint
+from nxd_ckpt import Checkpointer, Tier, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.core.option_classes import _OURS, fields_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.tags import CopyOptions
@@ -75,8 +74,8 @@ def _load_latest(*arguments: Any, **options: Any) -> None:
         (_load_latest, "tag", r"\(pass tag= to Checkpointer\.load\(\)\)"),
         (save_checkpoint, "preemption", r"\(pass preemption= to Checkpointer\(\)\)"),
         (save_checkpoint, "fallback", r"\(pass fallback= to load_checkpoint\(\)\)"),
-        (export_checkpoint, "max_shard_size", r"\(did you mean 'size_per_shard'\?\)"),
-        (export_checkpoint, "retain", "'retain'$"),
+        (convert, "max_shard_size", r"\(did you mean 'size_per_shard'\?\)"),
+        (convert, "retain", "'retain'$"),
         (Checkpointer, "save_total_limit", r"\(did you mean 'num_kept_ckpts'\?\)"),
         (save_checkpoint, "save_xser", r"\(did you mean 'use_xser'\?\)"),
         (load_checkpoint, "shard", "'shard'$"),
@@ -106,6 +105,6 @@ def test_options_of_a_class_come_before_those_of_its_bases() -> None:
 
 def test_flags_are_described_without_docstrings() -> None:
     """Under python -OO, too."""
-    command = [sys.executable, "-OO", "-m", "nxd_ckpt.cli", "pack", "--help"]
+    command = [sys.executable, "-OO", "-m", "nxd_ckpt.cli", "convert", "--help"]
     outcome = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert re.search(r"^  --overwrite +replace an existing file$", outcome.stdout, re.MULTILINE)
+    assert re.search(r"^  --overwrite +replace an existing output once", outcome.stdout, re.MULTILINE)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from nxd_ckpt import Checkpointer, Partition, Topology, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.convert import export_checkpoint, reshard
+from nxd_ckpt import Checkpointer, Partition, Topology, convert, load_checkpoint, open_checkpoint, save_checkpoint
 
 
 def right() -> None:
@@ -20,8 +19,8 @@ def right() -> None:
         checkpointer.save("t", {"w": 1}, use_xser=True, partitions={"w": Partition(partition_dim=0)})
         checkpointer.load("t", strict=False, trust_pickle=True)
     open_checkpoint("run", storage_options={"anon": True}).keys("model/*")
-    reshard("run/3", "run/4", tp=4, num_workers=2, partitions={"w": Partition(partition_dim=0)}, dry_run=True)
-    export_checkpoint("run/3", "hf", config="config.json", dtype="bfloat16", size_per_shard="1GB", progress=True)
+    convert("run/3", "run/4", to="tag", tp=4, num_workers=2, partitions={"w": Partition(partition_dim=0)}, dry_run=True)
+    convert("run/3", "hf", to="hf", config="config.json", dtype="bfloat16", size_per_shard="1GB", progress=True)
 
 
 def wrong() -> None:
@@ -34,5 +33,5 @@ def wrong() -> None:
     Checkpointer("run").save("t", use_xsr=True)  # type: ignore[call-arg]
     Checkpointer("run").load("t", prefix=3)  # type: ignore[arg-type]
     open_checkpoint("run", trust=True)  # type: ignore[call-arg]
-    reshard("run/3", "run/4", tp="4")  # type: ignore[arg-type]
-    export_checkpoint("run/3", "hf", max_shard_size="1GB")  # type: ignore[call-arg]
+    convert("run/3", "run/4", to="tag", tp="4")  # type: ignore[arg-type]
+    convert("run/3", "hf", to="hf", max_shard_size="1GB")  # type: ignore[call-arg]

@@ -20,9 +20,17 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint, open_checkpoint
+from nxd_ckpt import (
+    Checkpointer,
+    Topology,
+    convert,
+    copy_checkpoint,
+    has_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    unshard_checkpoint,
+)
 from nxd_ckpt.checkpoint import get_checkpoint_metadata
-from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard, to_dcp, unshard_checkpoint
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
@@ -205,10 +213,10 @@ def read_named(target: Path) -> dict[str, Callable[[], Any]]:
         "verify": lambda: verify_checkpoint(INPUT, "t"),
         "diff": differs,
         "cp": lambda: copy_checkpoint(f"/{INPUT}/t", target / "t"),
-        "pack": lambda: pack_checkpoint(f"/{INPUT}/t", target / "t.tar"),
+        "pack": lambda: convert(f"/{INPUT}/t", target / "t.tar", to="tar"),
         "unshard": lambda: unshard_checkpoint(f"/{INPUT}/t", target / "t"),
-        "to_dcp": lambda: to_dcp(f"/{INPUT}/t", target / "t"),
-        "reshard": lambda: reshard(f"/{INPUT}/t", target / "t", dp=2),
+        "to_dcp": lambda: convert(f"/{INPUT}/t", target / "t", to="dcp"),
+        "reshard": lambda: convert(f"/{INPUT}/t", target / "t", to="tag", dp=2),
     }
 
 

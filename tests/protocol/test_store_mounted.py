@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Topology, load_checkpoint
-from nxd_ckpt.convert import convert_zero1
+from nxd_ckpt import Checkpointer, Topology, convert, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
@@ -157,11 +156,11 @@ def test_a_conversion_commits_in_place(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(LocalStorage, "rename", Mounted.rename)
     output = tmp_path / "output"
     with pytest.raises(CheckpointError, match="dp_rank_01"):
-        convert_zero1(damaged, output / "dp3", convert_to_sharded=True, dp_size=3, num_workers=num_workers)
+        convert(damaged, output / "dp3", to="tag", optimizer_form="zero1", dp=3, num_workers=num_workers)
     assert not output.exists() or [".nxd_ckpt"] == os.listdir(output)
     for overwrite in (False, True):
-        convert_zero1(
-            source, output / "dp3", convert_to_sharded=True, dp_size=3, overwrite=overwrite, num_workers=num_workers
+        convert(
+            source, output / "dp3", to="tag", optimizer_form="zero1", dp=3, overwrite=overwrite, num_workers=num_workers
         )
         assert (output / "dp3" / "done").read_bytes().endswith(b"-1")
     cut = [sharded(whole(), 3, rank) for rank in range(3)]

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import reshard
+from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.errors import TopologyMismatch
 from tests.interop.saving import save_as_every_rank
 
@@ -114,7 +113,7 @@ def test_a_tag_is_cut_as_its_layers_cut(tmp_path: Path, name: str, is_zero: bool
     topologies = [Topology(tp=2).at(rank) for rank in range(2)]
     models = [live(name, at, is_zero=is_zero) for at in topologies]
     save_as_every_rank(tmp_path, "t", topologies, lambda rank: {"model": models[rank]}, durable=False)
-    reshard(tmp_path / "t", tmp_path / "one", tp=1)
+    convert(tmp_path / "t", tmp_path / "one", to="tag", tp=1)
     held: dict[str, Any] = {}
     load_checkpoint(tmp_path, "one", held)
     expected = {key: value * (not is_zero) for key, value in whole(name).items()}
@@ -134,5 +133,5 @@ def test_fused_rows_that_were_padded_are_cut_in_no_known_way(tmp_path: Path) -> 
     model = ColumnParallelLinear(2, stride=2, padding=2)
     save_as_every_rank(tmp_path, "t", topologies, lambda rank: {"model": model}, durable=False)
     with pytest.raises(TopologyMismatch, match=r"the cut of weight, bias over 2 tensor-parallel ranks is not known"):
-        reshard(tmp_path / "t", tmp_path / "one", tp=1)
+        convert(tmp_path / "t", tmp_path / "one", to="tag", tp=1)
     load_checkpoint(tmp_path, "t", model, topology=topologies[1])

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from nxd_ckpt import convert, copy_checkpoint
 from nxd_ckpt.conversion import worker_pool
-from nxd_ckpt.convert import copy_checkpoint, reshard, unshard_checkpoint
 from nxd_ckpt.output.locations import location_of, settle
 from nxd_ckpt.storage.base import Storage
 from tests.simulation.crashes import Recording
@@ -29,11 +29,11 @@ _INPUTS = (Save("a", 1), Save("b", 2), Save("c", 3))
 """Of the conversion before, of the one during which power is lost, and of the one after."""
 
 def _reshard(source: str, output: str) -> None:
-    reshard(source, output, tp=1, overwrite=True, timeout=TIMEOUT)
+    convert(source, output, to="tag", tp=1, overwrite=True, timeout=TIMEOUT)
 
 
 def _unshard(source: str, output: str) -> None:
-    unshard_checkpoint(source, output, overwrite=True)
+    convert(source, output, to="files", overwrite=True)
 
 
 def _copy(source: str, output: str) -> None:

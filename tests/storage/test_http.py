@@ -15,9 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import has_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    convert,
+    copy_checkpoint,
+    has_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+    unshard_checkpoint,
+)
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
 from nxd_ckpt.storage import fsspec_storage
 from nxd_ckpt.storage.urls import open_storage
@@ -138,7 +145,7 @@ def test_a_tag_without_a_time_is_to_be_named(tmp_path: Path) -> None:
 
 def test_a_server_without_index_pages_serves_archives_only(directory: Path, tmp_path: Path) -> None:
     """Nothing tells what is there, but for an archive, which has its own list."""
-    pack_checkpoint(directory / "run" / "a", tmp_path / "a.tar")
+    convert(directory / "run" / "a", tmp_path / "a.tar", to="tar")
     with serving(tmp_path, Unlisted) as url:
         with pytest.raises(CheckpointNotFound, match=r"no index page.*archive"):
             load_checkpoint(url, None, {})

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer
-from nxd_ckpt.convert import unshard_checkpoint
+from nxd_ckpt import Checkpointer, unshard_checkpoint
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import LEASE
 from nxd_ckpt.errors import DirectoryInUse

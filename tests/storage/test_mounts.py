@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Tier, save_checkpoint
-from nxd_ckpt.convert import copy_checkpoint
+from nxd_ckpt import Checkpointer, Tier, copy_checkpoint, save_checkpoint
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage import system
 from nxd_ckpt.storage.system import aliases

@@ -72,13 +72,13 @@ def read_and_convert(directory: Path, out: Path) -> None:
     run("inspect", tag, "--tensors")
     run("verify", tag)
     run("cp", tag, out / "copy" / "step_1")
-    run("reshard", tag, out / "one", "--tp", 1)
+    run("convert", "--to", "tag", tag, out / "one", "--tp", 1)
     run("diff", tag, out / "one")
-    run("unshard", tag, out / "plain")
-    run("to-dcp", tag, out / "dcp")
-    run("from-dcp", out / "dcp", out / "back")
+    run("convert", "--to", "files", tag, out / "plain")
+    run("convert", "--to", "dcp", tag, out / "dcp")
+    run("convert", "--to", "tag", out / "dcp", out / "back")
     for name in ("step.tar", "step.tar.gz"):
-        run("pack", tag, out / name)
+        run("convert", "--to", "tar", tag, out / name)
         run("verify", out / name)
     expected = open_checkpoint(directory).read("model/w")
     for place, options in ((out / "step.tar.gz", {}), (directory, {"pre_download": True, "work_dir": out / "work"})):

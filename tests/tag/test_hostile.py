@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from nxd_ckpt import load_checkpoint
-from nxd_ckpt.convert import from_dcp, import_checkpoint
+from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.local import LocalStorage
@@ -166,7 +165,7 @@ def test_metadata_of_torch_dcp_that_lies_is_malformed(tmp_path: Path, change: Ca
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(MalformedFile, match=r"dcp/\.metadata"):
-        from_dcp(tmp_path / "dcp", tmp_path / "tag")
+        convert(tmp_path / "dcp", tmp_path / "tag", to="tag")
     assert not (tmp_path / "tag").exists()
 
 
@@ -210,4 +209,4 @@ def test_a_config_of_huge_counts_is_refused(tmp_path: Path, change: dict[str, An
     tensors = {f"model.layers.0.{name}.weight": torch.ones(4, 4) for name in names}
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"config\.json|key-value heads"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "tag", tp=1)
+        convert(tmp_path / "hf", tmp_path / "tag", to="tag", names="nxd", tp=1)

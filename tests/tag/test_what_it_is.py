@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, finalize_checkpoint, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    Checkpointer,
+    convert,
+    copy_checkpoint,
+    finalize_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import copy_checkpoint, export_checkpoint, from_dcp, migrate, reshard
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, InvalidArgument
 from nxd_ckpt.storage.urls import normalised, overlap
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -139,7 +146,7 @@ def test_an_output_that_is_the_input_by_another_name_is_refused(tmp_path: Path) 
         with pytest.raises(InvalidArgument, match=r"are the same|lies inside"):
             copy_checkpoint(tmp_path / "run" / "t", target)
         with pytest.raises(InvalidArgument, match=r"are the same|lies inside"):
-            reshard(tmp_path / "run" / "t", target, dp=1)
+            convert(tmp_path / "run" / "t", target, to="tag", dp=1)
 
 
 def _read(reader: Callable[[str], Any], path: str, out: str) -> None:
@@ -148,9 +155,9 @@ def _read(reader: Callable[[str], Any], path: str, out: str) -> None:
 
 SOURCES: dict[str, Callable[[str, str], Any]] = {
     "copy": copy_checkpoint,
-    "migrate": lambda path, out: migrate(path, out, to="tag"),
-    "export": export_checkpoint,
-    "from_dcp": from_dcp,
+    "migrate": lambda path, out: convert(path, out, names="hf", to="tag"),
+    "export": lambda path, out: convert(path, out, to="hf"),
+    "from_dcp": lambda path, out: convert(path, out, to="tag"),
     **{name: partial(_read, reader) for name, reader in READERS.items()},
 }
 

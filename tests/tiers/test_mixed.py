@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Tier, Topology, has_checkpoint, load_checkpoint
-from nxd_ckpt.conversion.pack import pack_checkpoint
+from nxd_ckpt import Checkpointer, Tier, Topology, convert, has_checkpoint, load_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, PartLost
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -140,7 +139,7 @@ def test_a_load_of_the_model_reads_no_optimizer(tmp_path: Path) -> None:
 def test_three_tiers_of_which_none_is_whole(tmp_path: Path) -> None:
     """As long as each file is somewhere, also where the second is an archive."""
     places = Places(tmp_path, LocalStorage(tmp_path / "far"))
-    pack_checkpoint(tmp_path / "far" / "step_1", tmp_path / "packed.tar")
+    convert(tmp_path / "far" / "step_1", tmp_path / "packed.tar")
     places.tiers.insert(1, Tier("packed", storage=open_storage(tmp_path / "packed.tar")))
     for file in places.files("*/*"):
         file.unlink()

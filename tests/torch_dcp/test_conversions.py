@@ -24,10 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxd_ckpt import Partition, diff_checkpoints, open_checkpoint, save_checkpoint
+from nxd_ckpt import Partition, convert, diff_checkpoints, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.conversion import to_dcp as conversion
-from nxd_ckpt.convert import from_dcp, to_dcp
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     DigestMismatch,
@@ -71,7 +70,7 @@ def test_torch_resumes_what_a_zero1_tag_became(
     """
     if large is not None:
         monkeypatch.setattr(conversion, "_LARGE", large)
-    to_dcp(examples / "z_plain", tmp_path / "dcp")
+    convert(examples / "z_plain", tmp_path / "dcp", to="dcp")
     entries = FileSystemReader(tmp_path / "dcp").read_metadata()
     places: dict[str, list[int]] = {}
     for index, place in entries.storage_data.items():
@@ -97,8 +96,8 @@ def test_torch_resumes_what_a_zero1_tag_became(
 def test_there_and_back_is_the_same_tag(tmp_path: Path, flat: bool) -> None:
     """ZeRO-1 with padding, master weights, two param groups, a parameter without state: every file's content."""
     tag = save_example(tmp_path, 3)
-    to_dcp(tag, tmp_path / "dcp", flatten_optimizer_state=flat)
-    from_dcp(tmp_path / "dcp", tmp_path / "again" / "step_3", dp=3)
+    convert(tag, tmp_path / "dcp", to="dcp", flatten_optimizer_state=flat)
+    convert(tmp_path / "dcp", tmp_path / "again" / "step_3", to="tag", dp=3)
     assert () == verify_checkpoint(tmp_path / "again", "step_3").problems
     before, after = (open_checkpoint(directory, "step_3") for directory in (tmp_path, tmp_path / "again"))
     assert ranks.gathered(before.model_state(0)) == ranks.gathered(after.model_state(0))
@@ -136,9 +135,9 @@ def test_any_chunks_become_a_tag_of_any_sizes(
     """Each rank holds what the partitions say, and put together again it is the whole."""
     directory = tmp_path_factory.mktemp("sizes")
     write_chunks(directory / "dcp", chunks)
-    from_dcp(
+    convert(
         directory / "dcp",
-        directory / "tag",
+        directory / "tag", to="tag",
         dp=ep,
         tp=tp,
         pp=pp,
@@ -181,7 +180,7 @@ def save_whole(directory: Path, state: dict[str, Any]) -> None:
 def test_what_two_ranks_saved_under_fsdp2_becomes_a_tag(tmp_path: Path, pool: RankPool) -> None:
     """Chunks of DTensors, even and uneven, of model and optimizer; and torch's ranks resume what becomes of it."""
     [expected, _] = pool.run(ranks.save_fsdp2, tmp_path / "dcp")
-    from_dcp(tmp_path / "dcp", tmp_path / "tag", dp=2, tp=1, optimizer="zero1")
+    convert(tmp_path / "dcp", tmp_path / "tag", to="tag", dp=2, tp=1, optimizer_form="zero1")
     assert () == verify_checkpoint(tmp_path, "tag").problems
     found = pool.run(ranks.fsdp2, tmp_path, "tag", False)
     assert [expected] * 2 == [one["before"] for one in found]
@@ -196,9 +195,9 @@ def test_the_command_does_both_with_large_tensors(tmp_path: Path) -> None:
     (tmp_path / "cuts").write_text('{"wide": {"partition_dim": 1}}')
     keys = ["--model-key", "net", "--quiet"]
     cuts = ["--tp", "2", "--partitions", str(tmp_path / "cuts")]
-    assert 0 == main(["from-dcp", str(tmp_path / "dcp"), str(tmp_path / "tag"), *cuts, *keys])
+    assert 0 == main(["convert", "--to", "tag", str(tmp_path / "dcp"), str(tmp_path / "tag"), *cuts, *keys])
     assert (4, 3_000_000) == open_checkpoint(tmp_path, "tag").model_state(1)["wide"].shape
-    assert 0 == main(["to-dcp", str(tmp_path / "tag"), str(tmp_path / "again"), *keys])
+    assert 0 == main(["convert", "--to", "dcp", str(tmp_path / "tag"), str(tmp_path / "again"), *keys])
     states = [{"net": {name: torch.zeros_like(tensor) for name, tensor in large.items()}} for _ in range(2)]
     for state, directory in zip(states, ("dcp", "again"), strict=True):
         state["net"]["wide"] = torch.zeros(4, 6_000_000)
@@ -212,9 +211,9 @@ def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
     """Steps that are Python numbers become tensors; without names of the optimizer's entries a warning says so."""
     store = f"memory://{uuid.uuid4().hex}"
     named, unnamed = saved(golden, "l_dp2_zero1_dcp_async"), saved(golden, "a_dp2_zero1_pt")
-    to_dcp(named.directory / "step_3", f"{store}/dcp/step_3")
+    convert(named.directory / "step_3", f"{store}/dcp/step_3", to="dcp")
     assert "" == caplog.text
-    from_dcp(f"{store}/dcp/step_3", f"{store}/tags/step_3", dp=3)
+    convert(f"{store}/dcp/step_3", f"{store}/tags/step_3", to="tag", dp=3)
     states = [
         {"optim": {"state": {"embed.weight": {"step": torch.zeros(()), "exp_avg": torch.zeros(20, 10)}}}} for _ in "ab"
     ]
@@ -222,18 +221,18 @@ def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
         load(state, storage_reader=StorageReader(tag))
     assert ranks.gathered(states[0]) == ranks.gathered(states[1])
     assert 3.0 == states[0]["optim"]["state"]["embed.weight"]["step"].item()
-    to_dcp(unnamed.directory / "step_3", f"{store}/dcp/unnamed")
+    convert(unnamed.directory / "step_3", f"{store}/dcp/unnamed", to="dcp")
     assert "saved_param_names=" in caplog.text
     with pytest.raises(InvalidArgument, match="overwrite=True"):
-        to_dcp(named.directory / "step_3", f"{store}/dcp/step_3")
+        convert(named.directory / "step_3", f"{store}/dcp/step_3", to="dcp")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
         ({"model_key": "optim"}, InvalidArgument, "must differ"),
-        ({"model_key": "net", "optim_key": "opt"}, PartNotFound, "nothing under 'net' and 'opt'"),
-        ({"optimizer": "lion"}, InvalidArgument, "zero1, plain or None, found 'lion'"),
+        ({"model_key": "net", "optim_key": "opt"}, PartNotFound, "neither model nor optimizer, so"),
+        ({"optimizer_form": "lion"}, InvalidArgument, "plain or None, found 'lion'"),
         ({"partitions": {"absent": Partition(0)}}, InvalidArgument, "names 'absent'"),
     ],
 )
@@ -243,7 +242,7 @@ def test_arguments_that_cannot_be_are_refused(
     """Before anything is written."""
     save_whole(tmp_path / "dcp", {"model": {"a": torch.ones(2)}})
     with pytest.raises(error, match=match):
-        from_dcp(tmp_path / "dcp", tmp_path / "tag", **options)
+        convert(tmp_path / "dcp", tmp_path / "tag", to="tag", **options)
     assert not (tmp_path / "tag").exists()
 
 
@@ -258,7 +257,7 @@ def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
 
     def refused(directory: Path, error: type[Exception], match: str) -> None:
         with pytest.raises(error, match=match):
-            from_dcp(directory, tmp_path / "tag")
+            convert(directory, tmp_path / "tag", to="tag")
         assert not (tmp_path / "tag").exists()
 
     lost = broken("lost")
@@ -267,7 +266,7 @@ def test_hostile_and_damaged_directories_are_refused(tmp_path: Path) -> None:
     refused(lost, MalformedFile, f"{file.name}.*does not exist")
     unfinished = broken("unfinished")
     (unfinished / ".metadata").unlink()
-    refused(unfinished, CheckpointNotFound, "no .metadata")
+    refused(unfinished, CheckpointNotFound, "but not .metadata")
     foreign = broken("foreign")
     (foreign / ".metadata").write_bytes(pickle.dumps(shutil.rmtree))
     refused(foreign, UnsafePickle, "shutil.rmtree")
@@ -319,8 +318,8 @@ def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
     before = open_checkpoint(tmp_path, "a")
     for flat in (False, True):
         dcp, again = tmp_path / f"dcp-{flat}", tmp_path / f"tag-{flat}"
-        to_dcp(tmp_path / "a", dcp, flatten_optimizer_state=flat)
-        from_dcp(dcp, again / "a", optimizer="plain")
+        convert(tmp_path / "a", dcp, to="dcp", flatten_optimizer_state=flat)
+        convert(dcp, again / "a", to="tag", optimizer_form="plain")
         after = open_checkpoint(again, "a")
         assert not diff_checkpoints(before, after, full=True)
         found = after.model_state()["w._extra_state"]
@@ -348,7 +347,7 @@ def test_names_that_torch_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
     """Joined by dots, two keys of the user content would be one: none is lost silently."""
     save_checkpoint(tmp_path, "a", {"x": torch.ones(1)}, user_content={"a.b": 1, "a": {"b": 2}})
     with pytest.raises(KeyMismatch, match="joins keys by dots"):
-        to_dcp(tmp_path / "a", tmp_path / "dcp")
+        convert(tmp_path / "a", tmp_path / "dcp", to="dcp")
     assert not (tmp_path / "dcp").exists()
 
 
@@ -360,14 +359,14 @@ def test_an_output_appears_whole_or_not_at_all(examples: Path, tmp_path: Path) -
     data[data.index(jobs()[0].model.up.weight.detach().numpy().tobytes())] ^= 1
     file.write_bytes(bytes(data))
     with pytest.raises(DigestMismatch):
-        to_dcp(tmp_path / "damaged", tmp_path / "out")
+        convert(tmp_path / "damaged", tmp_path / "out", to="dcp")
     assert ["damaged"] == sorted(path.name for path in tmp_path.iterdir())
-    to_dcp(examples / "z_plain", tmp_path / "out")
+    convert(examples / "z_plain", tmp_path / "out", to="dcp")
     held = contents(tmp_path / "out")
     with pytest.raises(InvalidArgument, match="overwrite=True"):
-        to_dcp(examples / "z_plain", tmp_path / "out")
-    to_dcp(examples / "z_plain", tmp_path / "out", overwrite=True)
+        convert(examples / "z_plain", tmp_path / "out", to="dcp")
+    convert(examples / "z_plain", tmp_path / "out", to="dcp", overwrite=True)
     assert held.keys() == contents(tmp_path / "out").keys()
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(InvalidArgument, match="mine"):
-        to_dcp(examples / "z_plain", tmp_path / "out", overwrite=True)
+        convert(examples / "z_plain", tmp_path / "out", to="dcp", overwrite=True)

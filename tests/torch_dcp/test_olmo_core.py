@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from nxd_ckpt import open_checkpoint
-from nxd_ckpt.convert import from_dcp, reshard, to_dcp
+from nxd_ckpt import convert, open_checkpoint
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
 from tests.torch_dcp import ranks
@@ -26,11 +25,11 @@ def test_a_checkpoint_goes_through_a_tag_of_other_sizes_and_back(tmp_path: Path,
     from tests.torch_dcp import olmo
 
     expected = olmo.saved(tmp_path / "olmo", flat)
-    from_dcp(tmp_path / "olmo", tmp_path / "two", dp=2, optimizer="zero1")
+    convert(tmp_path / "olmo", tmp_path / "two", to="tag", dp=2, optimizer_form="zero1")
     assert () == verify_checkpoint(tmp_path, "two").problems
     assert expected["model"] == ranks.gathered(open_checkpoint(tmp_path, "two").model_state(0))
-    reshard(tmp_path / "two", tmp_path / "three", dp=3, pp=2, stages=STAGES)
-    to_dcp(tmp_path / "three", tmp_path / "again", flatten_optimizer_state=flat)
+    convert(tmp_path / "two", tmp_path / "three", to="tag", dp=3, pp=2, stages=STAGES)
+    convert(tmp_path / "three", tmp_path / "again", to="dcp", flatten_optimizer_state=flat)
     assert expected == olmo.resumed(tmp_path / "again", flat)
 
 
@@ -41,8 +40,8 @@ def test_ranks_under_fsdp2_exchange_checkpoints_with_it(tmp_path: Path, pool: Ra
     from tests.torch_dcp import olmo
 
     expected = pool.run(olmo.saved_on_ranks, tmp_path)[0]
-    from_dcp(tmp_path / "olmo", tmp_path / "of_olmo" / "step_1", optimizer="plain")
-    to_dcp(tmp_path / "ours" / "step_1", tmp_path / "dcp")
+    convert(tmp_path / "olmo", tmp_path / "of_olmo" / "step_1", to="tag", optimizer_form="plain")
+    convert(tmp_path / "ours" / "step_1", tmp_path / "dcp", to="dcp")
     assert [[expected] * 2] * 2 == pool.run(olmo.resumed_on_ranks, tmp_path)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)

@@ -15,9 +15,17 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nxd_ckpt import Checkpointer, Topology, errors, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import (
+    Checkpointer,
+    Topology,
+    convert,
+    copy_checkpoint,
+    errors,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import copy_checkpoint, pack_checkpoint, reshard
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -128,8 +136,8 @@ def test_what_is_saved_loads_by_torch_and_by_us(tmp_path: Path, sizes: dict[str,
     assert None is difference(dict(sorted(expected.items())), dict(sorted(state.items())))
 
     copy_checkpoint(tmp_path / "t", tmp_path / "copies" / "t")
-    pack_checkpoint(tmp_path / "t", tmp_path / "t.tar")
-    reshard(tmp_path / "t", tmp_path / "plain" / "t", **sizes)
+    convert(tmp_path / "t", tmp_path / "t.tar", to="tar")
+    convert(tmp_path / "t", tmp_path / "plain" / "t", to="tag", **sizes)
     for place in (tmp_path, tmp_path / "copies", tmp_path / "t.tar", tmp_path / "plain"):
         for at in ranks:
             loaded: dict[str, Any] = {}

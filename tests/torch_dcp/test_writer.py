@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxd_ckpt import Best, errors, has_checkpoint, load_checkpoint, open_checkpoint
+from nxd_ckpt import Best, convert, errors, has_checkpoint, load_checkpoint, open_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.convert import reshard, to_dcp
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
@@ -268,8 +267,8 @@ def test_tools_take_the_tag_as_any_other(tmp_path: Path, pool: RankPool) -> None
     first, _ = pool.run(writing.saved_fsdp2, tmp_path, "save")
     tag = tmp_path / "by_save"
     assert 0 == main(["inspect", str(tag)])
-    reshard(tag, tmp_path / "out" / "cut", dp=2, tp=1)
-    to_dcp(tag, tmp_path / "dcp")
+    convert(tag, tmp_path / "out" / "cut", to="tag", dp=2, tp=1)
+    convert(tag, tmp_path / "dcp", to="dcp")
     for reader in (StorageReader(tmp_path / "out" / "cut"), FileSystemReader(tmp_path / "dcp")):
         model = Net()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.convert import reshard, unshard_checkpoint
 from nxd_ckpt.errors import UnsupportedState
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -86,7 +85,7 @@ def test_all_dtypes_are_cut_and_converted(tmp_path: Path, dtype: torch.dtype) ->
         byte = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
         expected = data(torch.cat([saved.view(byte)] * 2, dim).view(dtype))
         assert expected == data(whole["packed"])
-        reshard(directory / "t", directory / "out" / "t", tp=1)
+        convert(directory / "t", directory / "out" / "t", to="tag", tp=1)
         load_checkpoint(directory / "out", "t", whole, topology=Topology())
         assert expected == data(whole["packed"])
         unshard_checkpoint(directory / "t", directory / "file")

@@ -44,7 +44,7 @@ finalize_checkpoint()
 
 CONVERT = """
 import resource, sys, time, torch
-from nxd_ckpt.convert import convert_zero1, pack_checkpoint, unshard_checkpoint
+from nxd_ckpt import convert
 
 source, target, num_workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -54,10 +54,10 @@ print(time.monotonic() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_m
 """
 
 CALLS = {
-    "convert, dp=3": "convert_zero1(source, target, convert_to_sharded=True, dp_size=3, num_workers=num_workers)",
-    "unshard, .pt": "unshard_checkpoint(source, target)",
-    "unshard, safetensors": "unshard_checkpoint(source, target, use_safetensors=True)",
-    "pack": "pack_checkpoint(source, target + '.tar')",
+    "convert, dp=3": "convert(source, target, to='tag', optimizer_form='zero1', dp=3, num_workers=num_workers)",
+    "unshard, .pt": "convert(source, target, to='files')",
+    "unshard, safetensors": "convert(source, target, to='files', use_safetensors=True)",
+    "pack": "convert(source, target + '.tar')",
 }
 
 

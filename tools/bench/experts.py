@@ -58,7 +58,7 @@ import json
 
 MEASURE = """
 import resource, sys, time, torch
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint, migrate
+from nxd_ckpt import convert
 
 what, source, target, config = sys.argv[1:]
 
@@ -66,11 +66,11 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 acts = {
-    "import": lambda: import_checkpoint(source, target),
-    "import for ep=8": lambda: import_checkpoint(source, target, dp=8, ep=8),
-    "export": lambda: export_checkpoint(source, target, config=config),
-    "migrate to dcp": lambda: migrate(source, target, to="dcp", config=config),
-    "migrate to torchtitan": lambda: migrate(source, target, to="torchtitan", config=config),
+    "import": lambda: convert(source, target, to="tag", names="nxd"),
+    "import for ep=8": lambda: convert(source, target, to="tag", names="nxd", dp=8, ep=8),
+    "export": lambda: convert(source, target, to="hf", config=config),
+    "migrate to dcp": lambda: convert(source, target, to="dcp", names="hf", config=config),
+    "migrate to torchtitan": lambda: convert(source, target, to="torchtitan", config=config),
 }
 before = peak()
 started = time.monotonic()

@@ -48,8 +48,7 @@ finalize_checkpoint()
 
 MEASURE = """
 import pathlib, resource, sys, time, torch
-from nxd_ckpt import Topology, load_checkpoint
-from nxd_ckpt.convert import export_checkpoint, import_checkpoint
+from nxd_ckpt import Topology, convert, load_checkpoint
 
 what, source, target, config, shard, tp = sys.argv[1:]
 
@@ -72,8 +71,8 @@ def load():
     return sum(parameter.nbytes for parameter in model.parameters())
 
 acts = {
-    "export": lambda: export_checkpoint(source, target, config=config, size_per_shard=int(shard)) and 0,
-    "import": lambda: import_checkpoint(source, target, tp=int(tp)) and 0,
+    "export": lambda: convert(source, target, to="hf", config=config, size_per_shard=int(shard)) and 0,
+    "import": lambda: convert(source, target, to="tag", names="nxd", tp=int(tp)) and 0,
     "load": load,
 }
 before = peak()

@@ -58,13 +58,14 @@ for marker in ("checkpoint", "done"):
 
 MEASURE = """
 import pathlib, resource, sys, time, torch
-from nxd_ckpt.convert import migrate
+from nxd_ckpt import convert
 
 form, source, target, config = sys.argv[1:]
 names = (pathlib.Path(source).parent / "names").read_text().split()
 usage = lambda: resource.getrusage(resource.RUSAGE_SELF)
 before, started = usage(), time.monotonic()
-migrate(source, target, to=form, config=config, saved_param_names=[[names]], size_per_shard=256 * 2**20)
+more = {"optimizer": True, "size_per_shard": 256 * 2**20} if form == "hf" else {}
+convert(source, target, to=form, names="hf", config=config, saved_param_names=[[names]], **more)
 after = usage()
 print(time.monotonic() - started,
       after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,

@@ -46,7 +46,7 @@ _KINDS = (
     ),
     _Kind(
         lambda files: matching(files, "*_model_states.pt") or matching(files, "*_optim_states.pt"),
-        "it is a checkpoint of DeepSpeed: its zero_to_fp32.py makes weights of it that nxd-ckpt import takes",
+        "it is a checkpoint of DeepSpeed: its zero_to_fp32.py makes weights of it that nxd-ckpt convert takes",
     ),
     _Kind(
         lambda files: not files.isdisjoint(ADAPTERS),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from nxd_ckpt.core import names
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, DcpTensors
@@ -42,7 +43,7 @@ def open_untagged(storage: Storage, key: str, *, trust_pickle: bool = False) -> 
     if storage.is_file(key):
         folder, _, file = key.rpartition("/")
         if key.endswith(".safetensors"):
-            raise UnsupportedState(f"{storage.url}/{key} has Hugging Face's form: nxd-ckpt import makes a tag of it")
+            raise UnsupportedState(f"{storage.url}/{key} has Hugging Face's form")
         if nemo.is_of_rank(key):
             return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0], trust_pickle=trust_pickle), file)
         return torch_xla_files.open_files(TagFiles(storage, folder, trust_pickle=trust_pickle), file)
@@ -149,6 +150,10 @@ def recognise(storage: Storage, folder: str) -> Recognised:
     listing, writers = candidate.listing, candidate.writers()
     if not writers and has_weights(listing):  # without config.json
         writers = [Writer.HUGGING_FACE]
+    if len(writers) != 1:
+        tag = find_tag(storage, folder) if folder else None
+        if tag is not None and tag.complete:  # whatever files of others are in it
+            writers = [Writer.NXD_CKPT if tag.ours else Writer.NXD]
     if len(writers) == 1 and writers[0] in _SEVERAL:
         return Recognised(writers[0], _only(_SEVERAL[writers[0]](candidate), where), folder)
     if len(writers) > 1:
@@ -162,7 +167,7 @@ def recognise(storage: Storage, folder: str) -> Recognised:
             raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
         has_data = any(name.endswith(".distcp") for name in listing)
         raise CheckpointNotFound(
-            f"{where} has none of the layouts that are known (docs/layouts.md lists them); it holds "
+            f"{where} has none of the layouts that are known (docs/convert.md lists them); it holds "
             f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
             + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if has_data else "")
         )

@@ -1,0 +1,171 @@
+"""``convert``: whatever checkpoint a path names, written as anything. A form a function; no form knows the sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Unpack
+
+from nxd_ckpt.conversion.importing import to_nxd_tag
+from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.conversion.pack import to_tar
+from nxd_ckpt.conversion.reshard import to_tag
+from nxd_ckpt.conversion.to_dcp import to_dcp
+from nxd_ckpt.conversion.unshard import MODEL, OPTIM, to_files
+from nxd_ckpt.core.option_classes import fields_of, options_of, takes
+from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.keywords import ConvertKeywords, UnshardKeywords
+from nxd_ckpt.migrate.migrate import Translation
+from nxd_ckpt.options.conversion import ConvertOptions, Form, UnshardOptions
+from nxd_ckpt.options.execution import OutputOptions
+from nxd_ckpt.output.locations import location_of, refuse_inside
+from nxd_ckpt.output.source import Source, find_source
+from nxd_ckpt.storage.urls import ARCHIVES, StrPath, is_url, join, local_path
+from nxd_ckpt.tag.foreign.recognise import Writer
+
+Write = Callable[[Source, StrPath, ConvertOptions], Converted]
+
+FORMS: Mapping[tuple[Form, str], Write] = {
+    ("tag", "own"): to_tag,
+    ("tag", "nxd"): to_nxd_tag,
+    ("tag", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_tag(dst),
+    ("dcp", "own"): to_dcp,
+    ("dcp", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_dcp(dst),
+    ("files", "own"): to_files,
+    ("files", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_files(dst),
+    ("hf", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_hf(dst),
+    ("torchtitan", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_torchtitan(dst),
+    ("tar", "own"): to_tar,
+}
+"""What writes each form, with each kind of names in it."""
+
+_SHARED = "all_ranks timeout"
+_KEYS = "model_key optim_key"
+_UNRECORDED = "partitions saved_param_names"
+_MODEL = "config mapping kv_size_multiplier hardware dtype prefix key_mapping"
+_TAG = f"dp tp pp ep stages use_xser num_workers {_SHARED}"
+_FILES = "use_safetensors unshard_strategy size_per_shard"
+_TAKES: Mapping[tuple[Form, str], str] = {
+    ("tag", "own"): f"{_TAG} {_UNRECORDED} {_KEYS} optimizer optimizer_form optim_only",
+    ("tag", "nxd"): f"{_TAG} {_MODEL} model_key pad_attn_heads virtual_pp qkv_linear fuse_qkv coalesce_qkv "
+    "split_gate_up",
+    ("tag", "hf"): f"{_TAG} {_MODEL} {_UNRECORDED} optimizer optimizer_form",
+    ("dcp", "own"): f"{_UNRECORDED} {_KEYS} optimizer flatten_optimizer_state",
+    ("dcp", "hf"): f"{_MODEL} {_KEYS} optimizer saved_param_names flatten_optimizer_state",
+    ("files", "own"): f"{_FILES} {_UNRECORDED} {_KEYS} optimizer",
+    ("files", "hf"): f"{_FILES} {_MODEL} saved_param_names optimizer",
+    ("hf", "hf"): f"{_MODEL} {_SHARED} saved_param_names optimizer tokenizer master_weights presharded tp model "
+    "pad_attn_heads size_per_shard",
+    ("torchtitan", "hf"): f"{_MODEL} saved_param_names optimizer torchtitan_release",
+    ("tar", "own"): "",
+}
+"""Options that mean something for each, beside those of every output."""
+
+_OF_DCP = (Writer.TORCH_DCP, Writer.TORCH_CHECKPOINTING)
+
+
+@as_checkpoint_errors()
+@takes(ConvertOptions)
+def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> Converted:
+    """Make ``dst`` of any checkpoint, in the form ``to``.
+
+    The source is recognised by its files: all that ``load_checkpoint`` reads. It is only read, as plain data, and its
+    digests are verified where it has any. The result is equal to it in every bit, and appears when all of it is
+    durable; a conversion that fails or is killed leaves nothing behind. Extra memory: about 100 MiB for each worker,
+    for checkpoints of any size. Keywords are the fields of `nxd_ckpt.options.conversion.ConvertOptions`.
+
+    Args:
+        src: the checkpoint's directory, file or archive, or the URL of one.
+        dst: directory, archive or URL of the result; for "torchtitan" the directory in which ``step-N`` is made, or
+            ``step-0`` for a model without its optimizer.
+
+    Raises:
+        InvalidArgument: options contradict each other, the form or the source; or ``dst`` may not be replaced.
+        CheckpointNotFound, PartNotFound: no checkpoint, an incomplete one, several, or ranks' files are missing.
+        UnsupportedState: the form cannot hold this source; the message says what to do.
+        CorruptCheckpoint: files are damaged, from two saves, or of two layouts.
+        KeyMismatch: no rule maps a name, or tensors are missing.
+        TopologyMismatch, ShapeMismatch: sizes do not divide a tensor, its cut is not known, or it does not fit
+            config.json.
+        OptimizerMismatch: the names of the optimizer's parameters are not known.
+        DtypeMismatch: a value does not fit into ``dtype``.
+        TagReplaced: the source was removed, or saved again, while it was read; there is no result.
+        PeerTimeout: with ``all_ranks``, a rank did not join, or was lost.
+    """
+    chosen = options_of(ConvertOptions, options)
+    form = _guessed(dst) if chosen.to is None else chosen.to
+    kinds = [names for each, names in FORMS if each == form]
+    source = find_source(src, chosen.storage_options)
+    names = chosen.names or kinds[0]
+    if names not in kinds:
+        raise InvalidArgument(f"to={form!r} has names={' or '.join(map(repr, kinds))}; found {names!r}")
+    if source.writer is Writer.HUGGING_FACE and chosen.names is None and form == "tag":
+        raise InvalidArgument(
+            f"{source.root.path} is a Hugging Face model: pass names='nxd' for a job with NxD's layers, or names='own' "
+            "for one with transformers' own"
+        )
+    _refuse_others(chosen, form, names)
+    # Ranks' files may be below the path that was passed, and the rest of the checkpoint beside them.
+    refuse_inside(source.root, location_of(dst, "output", chosen.written_with))
+    has_keys = (chosen.model_key, chosen.optim_key) != (None, None) and source.writer in _OF_DCP
+    source = replace(source, keys=chosen.keys if has_keys else None, optimizer=chosen.optimizer)
+    return FORMS[form, names](source, dst, replace(chosen, to=form))
+
+
+def _guessed(dst: StrPath) -> Form:
+    """Return the form that the output's name shows. Raises InvalidArgument if it shows none."""
+    name = os.fspath(dst)
+    if name.endswith(ARCHIVES):
+        return "tar"
+    forms = ", ".join(dict.fromkeys(form for form, _ in FORMS))
+    raise InvalidArgument(f"output {name}: its name shows no form; pass to=, one of {forms}")
+
+
+def _refuse_others(chosen: ConvertOptions, form: Form, names: str) -> None:
+    defaults = ConvertOptions()
+    taken = {"to", "names", *(each.name for each in fields_of(OutputOptions)), *_TAKES[form, names].split()}
+    for each in fields_of(ConvertOptions):
+        if each.name not in taken and getattr(chosen, each.name) != getattr(defaults, each.name):
+            others = [key for key, options in _TAKES.items() if each.name in options.split()]
+            where = " or ".join(f"to={form!r} with names={kind!r}" for form, kind in others)
+            raise InvalidArgument(f"{each.name}= means nothing for to={form!r} with names={names!r}; it is for {where}")
+
+
+@as_checkpoint_errors()
+@takes(UnshardOptions)
+def unshard_checkpoint(
+    dir: StrPath,
+    target_dir: StrPath,
+    optim: bool | None = None,
+    *,
+    save_overwrite: bool = False,
+    quiet: bool = False,
+    **options: Unpack[UnshardKeywords],
+) -> tuple[Any, Any]:
+    """OLMo-core's name for ``convert(to="files")``: returns the paths of model and optimizer, each None if absent.
+
+    Args:
+        dir: a checkpoint.
+        target_dir: directory or URL of the result.
+        optim: False leaves out the optimizer, True asks for it.
+        save_overwrite: another name for ``overwrite``, OLMo-core's.
+        quiet: show no progress.
+    """
+    chosen = options_of(UnshardOptions, options)
+    values = {each.name: getattr(chosen, each.name) for each in fields_of(UnshardOptions)}
+    values["overwrite"] = chosen.overwrite or save_overwrite
+    values["progress"] = chosen.progress and not quiet
+    done = convert(dir, target_dir, to="files", optimizer=optim, **values)
+
+    def path(part: str) -> StrPath | None:
+        name = next((name for name in done.files if name.startswith(part) and not name.endswith(".json")), None)
+        if name is None:
+            return None
+        place = name.partition("/")[0]
+        return join(done.target, place) if is_url(target_dir) else Path(local_path(target_dir)) / place
+
+    return path(MODEL), path(OPTIM)

@@ -1,0 +1,162 @@
+"""The table of `convert`: every source in every form holds what the source holds, or is refused for a stated reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nxd_ckpt import convert, open_checkpoint, save_checkpoint
+from nxd_ckpt.converting import FORMS
+from nxd_ckpt.errors import CheckpointError
+from tests.hugging_face.reference import State
+from tests.hugging_face.saved import differences, write_config
+from tests.migrate.layouts import LAYOUTS, PLAIN, options_of, untrained
+from tests.migrate.old_run import OldRun
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def _ours(folder: Path) -> Path:
+    run = untrained(PLAIN)
+    weights = [torch.nn.Parameter(weight.clone()) for weight in run.weights.values()]
+    optimizer = torch.optim.AdamW(weights)
+    for name, weight in zip(run.weights, weights, strict=True):
+        moment = run.moments["exp_avg"][name]
+        optimizer.state[weight] = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment * moment}
+    save_checkpoint(folder / "run", "step_3", dict(zip(run.weights, weights, strict=True)), optimizer, durable=False)
+    (folder / "run" / "step_3" / "tokenizer.pth").write_bytes(b"a file of others")
+    return folder / "run" / "step_3"
+
+
+def _archive(folder: Path) -> Path:
+    convert(_ours(folder), folder / "step_3.tar.gz", durable=False)
+    return folder / "step_3.tar.gz"
+
+
+def _directory(folder: Path) -> Path:
+    write_config(folder / "hf", PLAIN.model.config)
+    save_file(untrained(PLAIN).weights, folder / "hf" / "model.safetensors")
+    return folder / "hf"
+
+
+SOURCES: Mapping[str, Callable[[Path], Path]] = {
+    **{name: layout.write for name, layout in LAYOUTS.items()},
+    "ours": _ours,
+    "archive": _archive,
+    "hf": _directory,
+    "safetensors": lambda folder: _directory(folder) / "model.safetensors",
+}
+TAGS = ("nxd", "nxd xser", "nxdt", "ours", "archive")
+OF_RANKS = ("nxd", "nxd xser", "nxd 0.1", "nxdt", "optimum", "optimum 0.1", "optimum 0.0 xser", "nemo", "presharded")
+MODELS = ("hf", "safetensors")
+"""Without an optimizer, as presharded ones are."""
+
+
+def reason(source: str, form: str, names: str) -> str | None:
+    """Why there is no such result; None if there is one."""
+    if form == "tar":
+        return None if source in TAGS else "an archive holds the files of a tag as they are"
+    if names == "nxd":
+        ours = "holds no weights" if source in ("xm.save", "fsdp") else "of a Hugging Face model"
+        return None if source in MODELS else ours
+    if source in MODELS and form == "hf":
+        return "has Hugging Face's form already"
+    if source == "adapter" and (form, names) not in (("hf", "hf"), ("tag", "own")):
+        return "base model|is not known|without an optimizer|no optimizer"
+    if names == "own" and form != "tag" and source in OF_RANKS:
+        return "pass partitions= with"
+    return None
+
+
+def _whole(path: Path, form: str) -> tuple[State, State]:
+    """The model of a result, and the first moments, by name."""
+    if form == "files":
+        model = torch.load(path / "model.pt", weights_only=True)
+        optimizer = path / "optim.pt"
+        state = torch.load(optimizer, weights_only=True)["state"] if optimizer.exists() else {}
+        return model, {name: entries["exp_avg"] for name, entries in state.items()}
+    if form == "hf":
+        moments = path / "optimizer.safetensors"
+        found = load_file(moments) if moments.exists() else {}
+        named = {name.removesuffix("/exp_avg"): each for name, each in found.items() if name.endswith("/exp_avg")}
+        return load_file(path / "model.safetensors"), named
+    opened = open_checkpoint(path)
+    model = {name.removeprefix("model/"): opened.read(name) for name in opened.keys("model/*")}
+    moments_of = {name.split("/")[1]: opened.read(name) for name in opened.keys("optim/*/exp_avg")}
+    return model, moments_of
+
+
+def _run_of(source: str) -> OldRun:
+    return untrained(LAYOUTS[source].job if source in LAYOUTS else PLAIN)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the path of a source, which is written once, beside its model's ``config.json``."""
+    paths: dict[str, Path] = {}
+
+    def path(source: str) -> Path:
+        if source not in paths:
+            folder = tmp_path_factory.mktemp("source")
+            (folder / "config.json").write_text(json.dumps(_run_of(source).job.model.config))
+            (folder / "written").mkdir()
+            paths[source] = SOURCES[source](folder / "written")
+        return paths[source]
+
+    return path
+
+
+def _options(source: str, names: str, folder: Path) -> dict[str, Any]:
+    """What the source does not record."""
+    if names == "own":
+        return {}
+    (folder / "config.json").write_text(json.dumps(_run_of(source).job.model.config))
+    known = options_of(source, folder) if source in LAYOUTS else {"config": folder / "config.json"}
+    return {name: value for name, value in known.items() if name != "to" and (names == "hf" or name == "config")}
+
+
+@pytest.mark.parametrize(("form", "names"), FORMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_in_every_form(
+    tmp_path: Path, written: Callable[[str], Path], source: str, form: Any, names: Any
+) -> None:
+    """What is read back is equal, model and moments; in a tag of ranks, on each of them."""
+    path, out = written(source), tmp_path / ("made.tar" if form == "tar" else "made")
+    has_optimizer = source not in (*MODELS, "presharded", "adapter") and names != "nxd"
+    options: dict[str, Any] = {"to": form, "names": names, "durable": False, **_options(source, names, tmp_path)}
+    if form == "hf" and has_optimizer:
+        options["optimizer"] = True
+    why = reason(source, form, names)
+    if why is not None:
+        with pytest.raises(CheckpointError, match=why):
+            convert(path, out, **options)
+        assert not out.exists()
+        return
+    done = convert(path, out, **options)
+    if names == "own" and source == "nemo":  # of the directory of all its ranks, only a conversion knows what it is
+        assert {"dp": 2, "tp": 2, "pp": 2, "ep": 1} == done.topology
+    elif names == "own":
+        before, after = open_checkpoint(path), open_checkpoint(_readable(Path(done.target), form))
+        for rank in range(before.topology.world_size):
+            assert [] == differences(dict(before.model_state(rank=rank)), dict(after.model_state(rank=rank)))
+    elif source != "adapter":  # compared in tests/migrate/test_adapters.py
+        run, (model, moments) = _run_of(source), _whole(Path(done.target), form)
+        if form == "torchtitan":
+            norm = "model.norm.weight"
+            assert torch.equal(run.weights[norm], model["norm.weight"])
+            assert not has_optimizer or torch.equal(run.moments["exp_avg"][norm], moments["norm.weight"])
+        elif names == "hf":
+            assert [] == differences(run.weights, model)
+            assert [] == differences(run.moments["exp_avg"] if has_optimizer else {}, moments)
+        else:
+            assert run.weights.keys() >= {name for tensor in done.tensors for name in tensor.made_of}
+
+
+def _readable(path: Path, form: str) -> Path:
+    return path / "model.pt" if form == "files" else path
