@@ -314,11 +314,13 @@ class ExpertZero1Optimizer(OptimizerAdapter):
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         ordinary, experts = split(saved)
+        pairs = list(zip(ordinary["param_groups"], experts["param_groups"], strict=True))
+        ordinary["param_groups"] = [_with_options(first, second) for first, second in pairs]
+        experts["param_groups"] = [_with_options(second, first) for first, second in pairs]
         self._ordinary.load(ordinary, read, keeps)
         self._experts.load(experts, read, keeps)
-        pairs = zip(ordinary["param_groups"], experts["param_groups"], strict=True)
-        # On other sizes an empty group has no options.
-        groups = [first if first["params"] else second for first, second in pairs]
+        halves = zip(ordinary["param_groups"], experts["param_groups"], strict=True)
+        groups = [first if first["params"] else second for first, second in halves]
         restore_groups([self._optimizer.param_groups], groups, read)
 
     def after_load(self) -> None:
@@ -350,6 +352,11 @@ class ExpertZero1Optimizer(OptimizerAdapter):
 
     def _slot(self, index: int, offset: int) -> Slot:
         return self._ordinary.slots[index] if index < offset else self._experts.slots[index - offset]
+
+
+def _with_options(half: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return one half of a group with options: one that is left out, or empty on other sizes, has those of the other."""
+    return half if options_of(half) else {**other, "params": half["params"]}
 
 
 def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

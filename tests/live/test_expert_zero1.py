@@ -87,6 +87,19 @@ def test_load_restores_both_and_the_outer_groups():
         assert [0.7, 0.7] == [group["lr"] for group in groups]
 
 
+@pytest.mark.parametrize("half", [0, 2])
+def test_a_half_that_was_left_out_has_the_options_of_its_group(half):
+    """A group is one set of options, for its ordinary parameters and its experts; the other group's stay apart."""
+    saved = copied(_adapter(net := _model(), _optimizer(net)).capture().tree)
+    for group in saved["param_groups"]:
+        group["lr"] = 0.7
+    saved["param_groups"][half] = {"params": saved["param_groups"][half]["params"]}
+    other = _optimizer(_model())
+    open_optimizer(other, param_names=[["a", "b"], ["c"], ["d"], []], topology=TOPOLOGY).load(saved, read)
+    for groups in (other.param_groups, other.ep_zero_optimizer.param_groups, other.non_ep_zero_optimizer.param_groups):
+        assert [0.7, 0.7] == [group["lr"] for group in groups]
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
