@@ -355,7 +355,7 @@ class ExpertZero1Optimizer(OptimizerAdapter):
 
 
 def _with_options(half: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return one half of a group with options: one that is left out, or empty on other sizes, has those of the other."""
+    """Return one half of a group with options: one that is left out, or empty on other sizes, has the other's."""
     return half if options_of(half) else {**other, "params": half["params"]}
 
 
