@@ -28,7 +28,7 @@ def steps(directory: str) -> int:
     checkpoint = nxd_ckpt.open_checkpoint(directory, 300)
     reveal_type(checkpoint.tag)
     content = nxd_ckpt.load_checkpoint(directory)
-    return int(content["steps"]) + len(convert(directory, "hf", to="hf").files)
+    return int(content["steps"]) + convert(directory, "hf", to="hf").files
 
 nxd_ckpt.save_checkpoint("run", tag=3.5)
 """
