@@ -215,10 +215,10 @@ def test_warnings_go_to_stderr(run: Run, copied: Path) -> None:
     """Once each, so that a JSON document stays one."""
     model = copied / "z_plain" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
     torch.save(torch.load(model), model)
-    os.utime(copied / "z_plain" / "done")
+    (copied / "z_plain" / "done").write_text("1")  # as neuronx-distributed ends a save
     outcome = run("inspect", copied, "z_plain", "--json")
     assert "neuronx_distributed" == outcome.document["written_by"]
-    warning = f"nxd-ckpt: warning: {copied}/z_plain: the files are not those of its manifest"
+    warning = f"nxd-ckpt: warning: {copied}/z_plain: its 'done' marker is not that of its manifest"
     assert 1 == outcome.err.count(warning)
     assert outcome.err == run("inspect", copied, "z_plain", "--json").err
 
@@ -227,10 +227,10 @@ def test_names_in_warnings_cannot_move_the_cursor(run: Run, copied: Path) -> Non
     """What is not printable in a tag's name is escaped there too."""
     model = copied / "z_plain" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt"
     torch.save(torch.load(model), model)
+    (copied / "z_plain" / "done").write_text("1")
     os.rename(copied / "z_plain", copied / "z\n\x1b[2J\u202e")
-    os.utime(copied / "z\n\x1b[2J\u202e" / "done")
     err = run("inspect", copied, "z\n\x1b[2J\u202e").err
-    assert err.startswith(rf"nxd-ckpt: warning: {copied}/z\n\x1b[2J\u202e: the files are not those of its manifest")
+    assert err.startswith(rf"nxd-ckpt: warning: {copied}/z\n\x1b[2J\u202e: its 'done' marker is not that of its manifest")
 
 
 def test_help_does_not_wait_for_torch() -> None:
