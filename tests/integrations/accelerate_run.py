@@ -17,7 +17,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.live.dtensor import is_dtensor
-from tests.integrations.killed import killed_at
 
 
 class Background(Accelerator):
@@ -141,22 +140,6 @@ def main_process_alone(rank: int, directory: Path) -> str:
         job.accelerator.save_state()
         job.accelerator.end_training()
     return said
-
-
-def until_killed(rank: int, directory: Path, sharded: bool, kill_at: int) -> None:
-    """Three steps, in which the first rank is killed before the change of that number."""
-    if rank == 0:
-        killed_at(kill_at)
-    with fresh():
-        Job(directory, **(fsdp2() if sharded else {})).run(3)
-
-
-def goes_on(rank: int, directory: Path, sharded: bool, begins: bool) -> tuple[int, list[float]]:
-    """The steps that a killed run has saved, and the losses of the others; ``begins``: it has saved none."""
-    with fresh():
-        job = Job(directory, **(fsdp2() if sharded else {}))
-        done = 0 if begins else job.resume()
-        return done, job.run(4 - done)
 
 
 def whole_state(model: Any, optimizer: Any) -> list[list[float]]:

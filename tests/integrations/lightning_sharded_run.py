@@ -16,7 +16,6 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
 from nxd_ckpt.integrations.lightning_sharded import FSDPStrategy, ModelParallelStrategy
 from nxd_ckpt.live.dtensor import local_of
-from tests.integrations.killed import killed_at
 from tests.integrations.lightning_run import Module, every_epoch, fit
 
 RANKS = 2
@@ -184,16 +183,3 @@ def example(rank: int, directory: Path) -> None:
     """examples/train_lightning_fsdp2.py, twice."""
     for epochs in ("1", "2"):
         main(["--directory", str(directory), "--epochs", epochs])
-
-
-def until_killed(rank: int, directory: Path, form: str, kill_at: int) -> None:
-    """Two epochs, in which the first rank is killed before the change of that number."""
-    if rank == 0:
-        killed_at(kill_at)
-    run(directory, form, epochs=2, io=CheckpointIO(async_save=True, durable=False))
-
-
-def goes_on(rank: int, directory: Path, form: str) -> tuple[list[float], list[list[float]]]:
-    """The rest of a run that was killed, from what is there."""
-    module = run(directory, form, ckpt_path="last", callbacks=[ExactResume()])
-    return module.losses, held(module)

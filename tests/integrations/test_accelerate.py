@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
-from tests.integrations.killed import in_a_process
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -323,39 +320,3 @@ def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     for steps in ("2", "3"):
         main(["--directory", str(tmp_path), "--steps", steps])
     assert [1, 2, 3] == [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-
-
-def saving(directory: Path) -> list[float]:
-    return Job(directory).run(3)
-
-
-@pytest.fixture(scope="module")
-def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """On the file system, in a run that is not killed."""
-    return in_a_process(partial(saving, tmp_path_factory.mktemp("rehearsal")))
-
-
-def goes_on(directory: Path, kill_at: int, whole: list[float]) -> None:
-    """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
-    assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
-    for name in names(directory):
-        assert not verify_checkpoint(directory / "checkpoints" / name).problems
-    job = Job(directory)
-    done = job.resume() if names(directory) else 0
-    assert whole[done:] == job.run(4 - done)
-    assert ["checkpoint_2", "checkpoint_3"] == names(directory)
-
-
-@pytest.mark.parametrize("moment", [0.7])
-def test_a_killed_run_goes_on_as_the_same_run(
-    moment: float, operations: int, tmp_path: Path, whole: list[float]
-) -> None:
-    """Wherever in a save that is."""
-    goes_on(tmp_path, int(operations * moment), whole)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", range(10))
-def test_ten_kills(part: int, operations: int, tmp_path: Path, whole: list[float]) -> None:
-    """From the first operation on to the last."""
-    goes_on(tmp_path, operations * (2 * part + 1) // 20, whole)

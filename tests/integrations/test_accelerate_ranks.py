@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt import open_checkpoint
-from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run as runs
-from tests.support.rank_pool import RankPool, WorkerDied
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
 
@@ -62,17 +61,3 @@ def test_a_save_of_the_main_process_alone_is_refused_soon(tmp_path: Path, pool: 
     said, _ = pool.run(runs.main_process_alone, tmp_path, timeout=120)
     assert "rank 1 has gone on without it" in said
     assert ["checkpoint_0"] == names(tmp_path)
-
-
-@pytest.mark.parametrize("part", range(10))
-def test_ten_kills(part: int, sharded: bool, tmp_path: Path, pool: RankPool, whole: list[list[float]]) -> None:
-    """Whichever change to the storage the first rank is killed at, all that is visible is complete, and the run goes
-    on as the same run."""
-    outcomes = pool.run(runs.until_killed, tmp_path, sharded, 3 + 11 * part, return_errors=True, timeout=60)
-    assert isinstance(outcomes[0], WorkerDied)
-    for name in names(tmp_path):
-        assert not verify_checkpoint(tmp_path / "checkpoints" / name).problems
-    for before, (done, losses) in zip(
-        whole, pool.run(runs.goes_on, tmp_path, sharded, not names(tmp_path)), strict=True
-    ):
-        assert before[done:] == losses

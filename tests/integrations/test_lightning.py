@@ -30,7 +30,6 @@ from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
-from tests.integrations.killed import in_a_process
 from tests.integrations.lightning_run import BATCHES, Module, ResumableLoader, every_epoch, fit, weights
 
 pytestmark = [
@@ -367,38 +366,3 @@ def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     for epochs in ("1", "2"):
         main(["--directory", str(tmp_path), "--epochs", epochs])
     assert ["epoch 1", "epoch 2"] == [line[:7] for line in capsys.readouterr().out.splitlines() if line[:5] == "epoch"]
-
-
-def saving(directory: Path) -> Module:
-    """Two epochs, each saved under two names in the background, of which the first drops what was before."""
-    return fit(every_epoch(directory, save_top_k=1), epochs=2, io=in_background())
-
-
-@pytest.fixture(scope="module")
-def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """On the storage, in a run that is not killed."""
-    return in_a_process(partial(saving, tmp_path_factory.mktemp("rehearsal")))
-
-
-def goes_on(directory: Path, kill_at: int, whole: Module) -> None:
-    """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
-    assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
-    for tag in tags(directory) if directory.exists() else ():
-        assert not verify_checkpoint(directory, tag).problems
-    resumed = fit(every_epoch(directory, save_top_k=1), ckpt_path="last")
-    assert weights(whole) == weights(resumed)
-    for tag in ("epoch=2-step=6.ckpt", "last.ckpt"):
-        assert not verify_checkpoint(directory, tag).problems
-
-
-@pytest.mark.parametrize("moment", [0.6, 0.8])
-def test_a_killed_run_goes_on_as_the_same_run(moment: float, operations: int, tmp_path: Path, whole: Module) -> None:
-    """Wherever in a save that is."""
-    goes_on(tmp_path, int(operations * moment), whole)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", range(10))
-def test_ten_kills(part: int, operations: int, tmp_path: Path, whole: Module) -> None:
-    """From the first operation on to the last."""
-    goes_on(tmp_path, operations * (2 * part + 1) // 20, whole)

@@ -14,7 +14,7 @@ from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import lightning_sharded_run as runs
 from tests.integrations.lightning_run import BATCHES, every_epoch, fit, weights
-from tests.support.rank_pool import RankPool, WorkerDied
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -143,15 +143,3 @@ def test_the_example_runs_and_goes_on(tmp_path: Path, pool: RankPool) -> None:
     pool.run(runs.example, tmp_path)
     assert ["epoch 1", "epoch 2"] == [line[:7] for line in pool.log(0).splitlines() if line[:5] == "epoch"]
     assert ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt", "last.ckpt"] == tags(tmp_path)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kill_at", range(0, 100, 10))
-def test_ten_kills(kill_at: int, form: str, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
-    """Whichever change to the storage the first rank is killed at, all that is visible is complete, and the run goes
-    on as the same run."""
-    outcomes = pool.run(runs.until_killed, tmp_path, form, kill_at, return_errors=True, timeout=120)
-    assert isinstance(outcomes[0], WorkerDied)
-    for tag in tags(tmp_path) if tmp_path.exists() else ():
-        assert not verify_checkpoint(tmp_path, tag).problems
-    assert [held for _, held in whole] == [held for _, held in pool.run(runs.goes_on, tmp_path, form)]

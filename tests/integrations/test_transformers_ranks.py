@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import load_checkpoint, open_checkpoint
-from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import transformers_ranks as runs
 from tests.integrations.transformers_run import Tiny, TinyConfig
-from tests.support.rank_pool import RankPool, WorkerDied
+from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
 
@@ -75,16 +74,3 @@ def test_the_best_model_is_loaded_at_the_end(form: str, tmp_path: Path, pool: Ra
     for name, held in pool.run(runs.best, tmp_path, form, timeout=100):
         assert name in names(tmp_path)
         assert held
-
-
-@pytest.mark.parametrize("part", range(10))
-def test_ten_kills(part: int, form: str, tmp_path: Path, pool: RankPool, whole: list[runs.Seen]) -> None:
-    """Whichever change to the storage the first rank is killed at, all that is visible is complete, and the run goes
-    on as the same run."""
-    outcomes = pool.run(runs.until_killed, tmp_path, form, 3 + 11 * part, return_errors=True, timeout=100)
-    assert isinstance(outcomes[0], WorkerDied)
-    for name in names(tmp_path):
-        assert not verify_checkpoint(tmp_path / name).problems
-    if "checkpoint-4" not in names(tmp_path):
-        found = pool.run(runs.goes_on, tmp_path, form, bool(names(tmp_path)), timeout=100)
-        assert [held for _, held in whole] == [held for _, held in found]

@@ -318,28 +318,6 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> int:
     return in_a_process(partial(saving, tmp_path_factory.mktemp("rehearsal")))
 
 
-def goes_on(directory: Path, kill_at: int, whole: Any) -> None:
-    """After a kill at that operation all that is visible is complete, and the run from there is the whole run."""
-    assert -signal.SIGKILL == in_a_process(partial(saving, directory), kill_at)
-    for name in names(directory):
-        assert not verify_checkpoint(directory / name).problems
-        Tiny.from_pretrained(directory / name)
-    if "checkpoint-4" in names(directory):
-        return  # the run was done; transformers would add a step
-    resumed = trained(directory, kind=Background, resume=bool(names(directory)), save_steps=1, save_total_limit=2)
-    assert weights(whole) == weights(resumed)
-    assert {"checkpoint-3", "checkpoint-4"} <= {*names(directory)}
-
-
-@pytest.mark.parametrize("moment", [0.7])
-def test_a_killed_run_goes_on_as_the_same_run(moment: float, operations: int, tmp_path: Path, whole: Any) -> None:
-    """Wherever in a save that is; what it left is cleaned up."""
-    goes_on(tmp_path, int(operations * moment), whole)
-    assert ["checkpoint-3", "checkpoint-4"] == names(tmp_path)
-    assert ["checkpoint-3", "checkpoint-4"] == sorted(path.name for path in tmp_path.iterdir())
-    assert not tmp_path.with_name(f".{tmp_path.name}.nxd_ckpt").exists()
-
-
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_a_kill_in_the_first_save_leaves_an_empty_directory(part: float, operations: int, tmp_path: Path) -> None:
     """Scripts of transformers refuse one that has anything else than checkpoints. The next save removes what is left
@@ -361,10 +339,3 @@ def test_a_directory_that_is_not_empty_is_written_in(tmp_path: Path, monkeypatch
         trained(place, max_steps=2)
         assert (place / ".nxd_ckpt").is_dir()
         assert not place.with_name(f".{place.name}.nxd_ckpt").exists()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", range(10))
-def test_ten_kills(part: int, operations: int, tmp_path: Path, whole: Any) -> None:
-    """From the first operation on to the last."""
-    goes_on(tmp_path, operations * (2 * part + 1) // 20, whole)

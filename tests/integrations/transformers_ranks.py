@@ -9,7 +9,6 @@ from typing import Any
 import transformers
 
 from tests.integrations.accelerate_run import fresh, whole_state
-from tests.integrations.killed import killed_at
 from tests.integrations.transformers_run import Background, held, losses, trained
 
 Seen = tuple[dict[int, float], list[list[float]]]
@@ -46,18 +45,6 @@ def best(rank: int, directory: Path, form: str) -> tuple[str, list[list[float]]]
     options: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
     trainer = run(directory, form, save_steps=1, save_total_limit=1, learning_rate=3.0, **options)
     return Path(trainer.state.best_model_checkpoint).name, held(trainer)
-
-
-def until_killed(rank: int, directory: Path, form: str, kill_at: int) -> None:
-    """A run in which the first rank is killed before the change of that number."""
-    if rank == 0:
-        killed_at(kill_at)
-    run(directory, form, kind=Background, save_steps=1, save_total_limit=2)
-
-
-def goes_on(rank: int, directory: Path, form: str, resume: bool) -> Seen:
-    """The rest of a run that was killed."""
-    return seen(run(directory, form, kind=Background, resume=resume, save_steps=1, save_total_limit=2))
 
 
 class AnyWorldSize(Background):

@@ -29,9 +29,7 @@ from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
 from tests.migrate.old_run import OldRun
 from tests.migrate.written import (
-    names_by_group,
     pickled_metadata_of,
-    write_legacy,
     write_nxd,
     write_nxdt,
     write_optimum,
@@ -77,28 +75,8 @@ def edited(path: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(content))
 
 
-def _without_rank(place: Path) -> None:
-    (place / "shards" / "model" / "dp_rank_00_tp_rank_02_pp_rank_01.pt").unlink()
-
-
-def _without_metadata(place: Path) -> None:
-    (place / "shards" / "mp_metadata_pp_rank_1.json").unlink()
-
-
 def _not_metadata(place: Path) -> None:
     edited(place / "shards" / "mp_metadata_pp_rank_0.json", lambda content: content.pop("parameters"))
-
-
-def _of_other_ranks(place: Path) -> None:
-    def change(content: Any) -> None:
-        for module in content["model_weight_transformation_specs"]:
-            module["specs"] = []
-        for cut in content["parameters"].values():
-            if cut["tensor_model_parallel"]:
-                cut.update(num_partitions=8, partition_stride=1)
-
-    for stage in (0, 1):
-        edited(place / "shards" / f"mp_metadata_pp_rank_{stage}.json", change)
 
 
 def _of_another_model(place: Path) -> None:
@@ -151,10 +129,6 @@ def _pickled(change: Callable[[Any], Any]) -> Callable[[Path], None]:
     return damage
 
 
-def _two_at_once(place: Path) -> None:
-    shutil.copytree(place / "shards" / "model", place / "model")
-
-
 def _with_other_groups(place: Path) -> None:
     for path in (place / "shards" / "optim").iterdir():
         tree = torch.load(path, weights_only=False)
@@ -204,10 +178,7 @@ def _first_rank_with_a_number(place: Path) -> None:
         ),
         (_with_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
         (_as_context_parallel_ranks_leave_it, MalformedFile, r"exp_avg of parameter 0 has shape .*, a shard of"),
-        (_without_rank, PartNotFound, "the files of dp 0 tp 2 pp 1 are not there"),
-        (_without_metadata, PartNotFound, r"files of 2 pipeline stages, but metadata .* of stages \[0\]"),
         (_not_metadata, MalformedFile, "mp_metadata_pp_rank_0.json: not the metadata of optimum-neuron"),
-        (_of_other_ranks, MalformedFile, "metadata is of 8 tensor-parallel ranks, its files are of 4"),
         (_of_another_model, MalformedFile, "has num_attention_heads=16, but the metadata of .* 8"),
         (_with_another_name, MalformedFile, r"lists model\.extra\.weight that the model's files do not have"),
         (_without_a_name, MalformedFile, r"files have model\.norm\.weight that it does not list"),
@@ -229,7 +200,6 @@ def _first_rank_with_a_number(place: Path) -> None:
             UnsafePickle,
             r"mp_metadata_pp_rank_0\.pt.*print",
         ),
-        (_two_at_once, MalformedFile, "two layouts: neuronx-distributed and optimum-neuron"),
         (_with_other_groups, OptimizerMismatch, "does not usually make groups of .* parameters of this model"),
     ],
 )
@@ -237,7 +207,7 @@ def _first_rank_with_a_number(place: Path) -> None:
 def test_what_contradicts_itself(
     tmp_path: Path, written: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
 ) -> None:
-    """Missing ranks, metadata of another save or model, adapters, two layouts at once."""
+    """Metadata of another save or model, adapters; tests/migrate/test_hostile.py has what all layouts refuse."""
     place = tmp_path / written.name
     shutil.copytree(written, place)
     damage(place)
@@ -346,37 +316,6 @@ def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
         convert(place, tmp_path / "out", to="torchtitan", **options)
     assert convert(place, tmp_path / "out", to="torchtitan", optimizer=False, **options).step is None
     assert convert(place, tmp_path / "out", names="hf", to="tag", **options).step is None
-
-
-def _missing(path: Path) -> None:
-    path.unlink()
-    path.parent.rmdir()
-
-
-def _of_another_step(path: Path) -> None:
-    payload = torch.load(path)
-    for entries in payload["optimizer"]["state"].values():
-        entries["step"] += 1
-    torch.save(payload, path)
-
-
-@pytest.mark.parametrize(
-    ("damage", "kind", "complaint"),
-    [
-        (_missing, PartNotFound, "no file for dp 0 tp 1 pp 0"),
-        (_of_another_step, MalformedFile, "of dp 0 tp 1 pp 0 and .* have different steps"),
-    ],
-)
-def test_ranks_of_a_checkpoint_from_before_tags(
-    tmp_path: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
-) -> None:
-    """NxD 0.1 to 0.5: ranks that are missing, or of another save."""
-    run = untrained(Job(Model(), tp=2, pp=2))
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(run.job.model.config))
-    place = write_legacy(tmp_path / "old" / "last", run)
-    damage(place / "tp_rank_01_pp_rank_00" / "checkpoint.pt")
-    refused(place, kind, complaint, config=config, saved_param_names=names_by_group(run))
 
 
 ALREADY = "has Hugging Face's form already"
@@ -499,18 +438,6 @@ def _of_all(place: Path, change: Callable[[Any], Any]) -> None:
         _changed(place, rank, change)
 
 
-def _one_of_another_epoch(place: Path) -> None:
-    _changed(place, 1, lambda content: content.update(epoch=8))
-
-
-def _one_of_another_dtype(place: Path) -> None:
-    def change(content: Any) -> None:
-        name = next(name for name in content["model"] if "_fsdp_shard" in name)
-        content["model"][name] = content["model"][name].bfloat16()
-
-    _changed(place, 1, change)
-
-
 def _two_of_one_name(place: Path) -> None:
     def change(content: Any) -> None:
         first, second, *_ = content["shard_metadata"]["shard_info"]["_fsdp_wrapped_module.model.layers.0"].values()
@@ -531,16 +458,10 @@ def _one_of_other_groups(place: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
-        (lambda place: _of_rank(place, 1).unlink(), PartNotFound, r"each of 3 ranks; those of ranks 1 are not"),
         (
             lambda place: shutil.copy(_of_rank(place, 1), place / "last_rank-1.pth"),
             MalformedFile,
             "several files of one rank, ckpt_rank-00000001-of-00000003.pth, last_rank-1.pth",
-        ),
-        (
-            lambda place: write_xm_save(place / "consolidated.pth", untrained()),
-            MalformedFile,
-            "files of FSDP's ranks, .*, and consolidated.pth, which is none",
         ),
         (
             lambda place: _changed(place, 2, lambda content: content["shard_metadata"].update(world_size=4)),
@@ -548,17 +469,10 @@ def _one_of_other_groups(place: Path) -> None:
             "have different shard_metadata",
         ),
         (
-            lambda place: _changed(place, 2, lambda content: content["model"].popitem()),
-            MalformedFile,
-            "do not hold the same names",
-        ),
-        (
             lambda place: _of_all(place, lambda content: content["shard_metadata"].update(world_size=10**12)),
             MalformedFile,
             "at most 1048576 are allowed, found 1000000000000",
         ),
-        (_one_of_another_epoch, MalformedFile, "is of epoch 8, ckpt_rank-00000000-of-00000003.pth of 7"),
-        (_one_of_another_dtype, MalformedFile, "shards of .* in different dtypes, float32 and bfloat16"),
         (_two_of_one_name, MalformedFile, r"two entries of the model's state dict, .* are of model\."),
         (_one_of_another_model, MalformedFile, r"shard_metadata says \(2000, 8\) of .*, but the 3 ranks hold shards"),
         (_one_not_described, MalformedFile, "shard_metadata does not describe _fsdp_shard"),
@@ -570,7 +484,7 @@ def _one_of_other_groups(place: Path) -> None:
 def test_ranks_of_fsdp(
     fsdp: Path, tmp_path: Path, damage: Callable[[Path], Any], kind: type[CheckpointError], complaint: str
 ) -> None:
-    """Missing ranks, two saves or two layouts at once, metadata that contradicts the tensors."""
+    """Several files of a rank, two saves, metadata that contradicts the tensors."""
     place = Path(shutil.copytree(fsdp, tmp_path / "old"))
     damage(place)
     refused(place, kind, complaint)
@@ -597,15 +511,6 @@ def test_names_of_torchtitan_are_not_taken_for_those_of_a_target(tmp_path: Path)
     convert(source, tmp_path / "checkpoint", to="torchtitan", config=config, optimizer=False)
     place, complaint = tmp_path / "checkpoint" / "step-0", "has no model under the usual keys; .*optim_key="
     refused(place, PartNotFound, complaint, optimizer=None)
-
-
-def test_two_layouts_are_not_exported(tmp_path: Path) -> None:
-    """A script's ema.pth beside what torch DCP wrote: neither is chosen without a word."""
-    place = tmp_path / "source"
-    write_xm_save(place / "ema.pth", untrained(Job(Model())))
-    (place / ".metadata").write_bytes(b"")
-    with pytest.raises(MalformedFile, match=r"files of two layouts: .*torch-xla and torch DCP"):
-        convert(place, tmp_path / "out", to="hf")
 
 
 def test_a_run_may_be_called_as_a_rank(tmp_path: Path) -> None:

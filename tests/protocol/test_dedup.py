@@ -22,9 +22,8 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
-from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, chained, failing, killing
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, chained, failing
 from tests.conftest import BUCKET
-from tests.protocol.job import Died, Job
 from tests.protocol.states import moments
 from tests.support.damage import flip
 from tests.support.s3_server import S3Server
@@ -177,27 +176,6 @@ def test_a_file_system_that_shares_blocks_is_asked_to(two: Path, monkeypatch: py
     assert {1} == {file.stat().st_nlink for file in (two / "c").rglob("*") if file.is_file()}
     assert is_saved(LocalStorage(two), "c", lora(1))
     assert BASE < duplicated_bytes(LocalStorage(two), "c")
-
-
-def killed_save(rank: int, path: Path, pattern: str) -> None:
-    """Killed when some files are duplicated, or when the tag is about to be visible."""
-    hook = chained(killing("duplicate", pattern), killing("rename", pattern))
-    storage = HookedStorage(LocalStorage(path), hook)
-    with Checkpointer("run", storage=storage) as saver:
-        saver.save("c", lora(2), use_xser=True, dedup=True)
-
-
-@pytest.mark.soak  # the simulation kills at all instants
-@pytest.mark.parametrize("pattern", ["*tensor_2.pt", "*staging/* -> c"])
-def test_a_kill_between_links_and_commit_harms_nothing(two: Path, pattern: str) -> None:
-    """The tags that were there stay as they are, and the next job goes on."""
-    assert [Died] == [type(outcome) for outcome in Job(1, killed_save, two, pattern).outcomes()]
-    with Checkpointer(two) as saver:
-        saver.save("d", lora(3), use_xser=True, dedup=True)
-    for step, tag in ((0, "a"), (1, "b"), (3, "d")):
-        assert () == verify_checkpoint(two, tag).problems
-        assert is_saved(LocalStorage(two), tag, lora(step))
-    assert 3 == max(file.stat().st_nlink for file in two.rglob("*.pt"))
 
 
 def test_a_bucket_copies_by_itself(s3_server: S3Server) -> None:

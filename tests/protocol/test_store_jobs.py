@@ -13,7 +13,7 @@ from nxd_ckpt.errors import DirectoryInUse, SaveFailed
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.protocol.job import HANGS
 from tests.protocol.states import PATIENCE, lose_patience
-from tests.protocol.stores import Moment, Process, before, bury, nth, strays, values
+from tests.protocol.stores import Moment, Process, before, bury, strays, values
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -46,11 +46,6 @@ def save_all(processes: Sequence[Process], tag: str, value: int, **options: Any)
 
 def end_all(processes: Sequence[Process]) -> None:
     together(*(process.end for process in processes))
-
-
-def die_all(processes: Sequence[Process]) -> None:
-    for process in processes:
-        process.die()
 
 
 def test_a_second_live_job_is_refused() -> None:
@@ -102,49 +97,6 @@ def test_a_job_that_was_taken_over_and_wakes_up_publishes_nothing(moment: Moment
     sleeper.end()
     successor.end()
     assert {"first": 1, tag: 3, "t": 4} == values(store)
-
-
-@pytest.mark.parametrize(
-    ("ended", "step"),
-    [(False, 4), (True, 4), *(pytest.param(ended, 1, marks=pytest.mark.soak) for ended in (False, True))],
-)
-@pytest.mark.parametrize("renames", [False, True], ids=["store", "file system"])
-@pytest.mark.one_in(2)
-def test_of_two_jobs_the_later_ones_save_stays(renames: bool, ended: bool, step: int) -> None:
-    """Of two that save the same tag, the later one's is what is there, though it has ended by then and given its lease
-    back; the other says what it knows. On a file system, that one may take the lease again by then, and save later."""
-    rehearsal = Process(MemoryStorage(renames=renames))
-    rehearsal.save("first", 1)
-    rehearsal.arm(lambda operation: False)
-    rehearsal.save("t", 2)
-    operations = list(rehearsal.log)
-    rehearsal.end()
-    for number in range(2 * ended % step, len(operations), step):
-        store = MemoryStorage(renames=renames)
-        sleeper = Process(store, timeout=3.0)  # it waits in vain for votes that its successor removed
-        assert None is sleeper.save("first", 1)
-        awake = threading.Event()
-        sleeper.suspend(nth(number), awake)
-        outcome: list[Any] = []
-        thread = threading.Thread(target=lambda outcome=outcome, job=sleeper: outcome.append(job.save("t", 2)))
-        thread.start()
-        assert sleeper.reached.wait(HANGS)
-        bury(store)
-        successor = Process(store)
-        was_there = "t" in values(store)
-        assert None is successor.save("t", 3, overwrite=True), operations[number]
-        if ended:
-            successor.end()
-        awake.set()
-        thread.join(HANGS)
-        is_later = outcome[0] is None and not was_there
-        assert (renames and ended) or not is_later, operations[number]
-        sleeper.end()
-        expected = {"first": 1, "t": 2 if is_later else 3}
-        assert expected == values(store), operations[number]
-        assert None is successor.save("u", 4), operations[number]
-        successor.end()
-        assert {**expected, "u": 4} == values(store), operations[number]
 
 
 def test_the_done_of_a_job_that_wakes_up_to_die_is_no_tag() -> None:
@@ -364,24 +316,3 @@ def test_without_rank_0_others_know_whether_a_tag_is_there(moment: Moment, error
     assert visible == any(operation.name == "create" for operation in processes[1].log)
     end_all(processes)
     assert ({"first": 1, "t": 2} if visible else {"first": 1}) == values(store, 2)
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=pytest.mark.soak if number % 3 else ()) for number in range(0, 60, 4)]
-)
-@pytest.mark.one_in(2)
-def test_a_tag_is_old_gone_or_new_after_both_ranks_died(number: int) -> None:
-    """At any time in a save over a tag, which is then as it was, gone, or new; the next job leaves no stray."""
-    store = MemoryStorage()
-    processes = ranks(store, "one")
-    for process in processes:
-        lose_patience(process.saver, 0.5)
-    processes[0].arm(nth(number), lambda: die_all(processes))
-    save_all(processes, "first", 2, overwrite=True)
-    end_all(processes)
-    assert values(store, 2) in ({"first": 1}, {}, {"first": 2})
-    bury(store)
-    following = Process(store, run="two")
-    assert None is following.save("single", 9)
-    following.end()
-    assert [] == strays(store)

@@ -10,12 +10,14 @@ from pathlib import Path
 from random import Random
 
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown
-from tests.protocol.campaign import KEPT, WORLD, Campaign
+from nxd_ckpt.storage.system import sync_path
 from tests.protocol.job import Job, Raised, until
-from tests.protocol.states import checkpointer, lose_patience, moments, save
+from tests.protocol.states import checkpointer, lose_patience, moments, save, saved_value, visible_tags
 from tests.real_disks.disk import EFFECTS, LOOKS, Fault
 from tests.real_disks.server import Mount, mounted_disk
 
+WORLD = 2
+KEPT = 3
 SHORT = "short"
 CUT = "cut"
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "ESTALE", SHORT)
@@ -36,13 +38,19 @@ def run(rank: int, path: Path, diaries: Path, number: int, tag: str, xser: bool)
     return True
 
 
-class MountedCampaign(Campaign):
-    """``counts`` says how often each thing went wrong; ``missed`` is how often the save was over before."""
+class Campaign:
+    """The directory and what must be true of it. ``counts`` says how often each thing went wrong; ``missed`` is how
+    often the save was over before."""
 
     def __init__(self, base: Path, mount: Mount, random: Random) -> None:
-        super().__init__(base, random, mount.path / "checkpoints")
+        self.path = mount.path / "checkpoints"
         self.counts = Counter[str]()
+        self._diaries = base / "diaries"
+        self._diaries.mkdir()
         self._mount = mount
+        self._random = random
+        self._number = 0
+        self._values: dict[str, int] = {}
         self._requests = self.calm()
 
     def cut(self) -> None:
@@ -91,6 +99,19 @@ class MountedCampaign(Campaign):
         (self._diaries / f"{number}.go").touch()
         return job, tag
 
+    def _start(self, *, overwrite: bool) -> str:
+        """The second save's tag, with a file of somebody else in it if it is there."""
+        self._number += 1
+        tag = f"step_{self._number - 1}" if overwrite else f"extra_{self._number}"
+        self._has_guest = overwrite and (self.path / tag).is_dir()  # the first run finds no tag
+        if self._has_guest:
+            with (self.path / tag / "theirs.txt").open("w") as guest:  # a power cut must not take what was not synced
+                guest.write(tag)
+                guest.flush()
+                os.fsync(guest.fileno())
+            sync_path(self.path / tag)
+        return tag
+
     def _one_of(self, requests: tuple[str, ...]) -> int:
         """One of the requests of these names that a save makes."""
         return self._random.randint(1, max(sum(self._requests[name] for name in requests), 1))
@@ -106,6 +127,27 @@ class MountedCampaign(Campaign):
         self._mount.restore(self._random.getrandbits(32))
         self._check(tag)
 
+    def _check(self, tag: str) -> None:
+        """All that is visible is complete and what was saved; what was reported and the guest are there."""
+        reported = any((self._diaries / f"{self._number}.{rank}.done").exists() for rank in range(WORLD))
+        last = f"step_{self._number}"
+        # A reader repairs what an interrupted swap left, before anything is listed.
+        latest = saved_value(self.path, None, WORLD)
+        visible = visible_tags(self.path)
+        found = {name: saved_value(self.path, name, WORLD) for name in visible}
+        before = {**self._values, last: 2 * self._number}
+        new = 2 * self._number + 1
+        assert {} == {name: value for name, value in found.items() if value not in (before.get(name), new)}
+        assert new not in (value for name, value in found.items() if name != tag)
+        assert new == found.get(tag) or not reported
+        order = list(before)[-KEPT:]
+        if found.get(tag) == new:
+            order = [*(name for name in order if name != tag), tag][-KEPT:]
+        assert set(order) <= set(visible)
+        assert latest == found[visible[-1]]
+        assert not self._has_guest or tag == (self.path / tag / "theirs.txt").read_text()
+        self._values = found
+
 
 def campaign(path: Path, seed: int, *, swaps: bool, cuts: int, errors: int) -> Counter[str]:
     """So many power cuts, and so many errors of each kind, in turn; how many there were, and how many ``missed``.
@@ -114,7 +156,7 @@ def campaign(path: Path, seed: int, *, swaps: bool, cuts: int, errors: int) -> C
     """
     print("seed", seed)
     with mounted_disk(path / "disk", swaps=swaps, links=swaps) as mount:
-        found = MountedCampaign(path, mount, Random(seed))
+        found = Campaign(path, mount, Random(seed))
         for _ in range(cuts):
             found.cut()
         for what in ERRORS * errors:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
+from nxd_ckpt.testing.storage import HookedStorage, killing
 from tests.conversion.tags import remains
 from tests.protocol.job import Died, Job
 from tests.tiers.saving import damaged, save, tags_in
@@ -27,22 +25,6 @@ def save_and_die(rank: int, path: Path, name: str, pattern: str) -> None:
     far = HookedStorage(LocalStorage(path / "far"), killing(name, pattern))
     with Checkpointer(tiers=[Tier(path / "near", keep=1), Tier("far", storage=far)]) as saver:
         save(saver, 1)
-
-
-def save_until(rank: int, path: Path, number: int) -> int:
-    """Killed before that many operations on the second tier; how many there are, if there are fewer."""
-    log: list[Operation] = []
-
-    def hook(operation: Operation) -> None:
-        log.append(operation)
-        if len(log) > number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    far = HookedStorage(LocalStorage(path / "far"), hook)
-    with Checkpointer(tiers=[Tier(path / "near", keep=1), Tier("far", keep=1, storage=far)]) as saver:
-        save(saver, 1, 2)
-        saver.wait(tier=1)
-    return len(log)
 
 
 def go_on(path: Path, step: int) -> None:
@@ -64,17 +46,6 @@ def test_a_job_that_is_killed_while_a_tag_is_copied(tmp_path: Path, name: str, p
     assert isinstance(outcome, Died)
     assert (["step_1"], []) == (tags_in(tmp_path / "near"), tags_in(tmp_path / "far"))
     go_on(tmp_path, 2)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_a_job_that_is_killed_before_each_operation(tmp_path: Path) -> None:
-    """On the second tier, from the claim to the retention: the same holds."""
-    kills = 0
-    while isinstance(Job(1, save_until, tmp_path / str(kills), kills).outcomes()[0], Died):
-        go_on(tmp_path / str(kills), 3)
-        kills += 1
-    assert kills >= 100
 
 
 @pytest.mark.soak
