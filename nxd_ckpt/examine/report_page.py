@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby, pairwise
-from statistics import median, median_low
+from statistics import median
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
@@ -25,18 +25,11 @@ _APART = 24
 """Least distance of two labels of the x axis, in percent of its length."""
 _POINTS = 60
 """Up to this many values, each is a dot on its line."""
-_TIPS = 150
-"""Maximum number of places on the x axis whose values are shown as text."""
 _SPARK = 40
 """Maximum number of points of a sparkline, 80 wide and 16 high."""
 _STEPS = 6
 _LEAST = 6
 """Decades of the colour scale of relative differences: steps from 10**-6 to 1."""
-_HOSTS = 40
-"""Maximum number of hosts whose ranks are shown."""
-_SLOWER = (1.1, 1.25, 1.5, 2.0, 4.0)
-"""Steps of the colour scale of a rank's seconds, as multiples of the median."""
-SLOW_STEPS = ("as the median", *(f"from {one:g} x" for one in _SLOWER))
 MOVED_STEPS = tuple(f"10⁻{exponent}" for exponent in "⁶⁵⁴³²¹")
 
 
@@ -62,19 +55,16 @@ def chart(
     names: Sequence[str],
     text: Callable[[float], str],
     *,
-    axis: Callable[[float], str] | None = None,
     marks: Sequence[Mark] = (),
     from_zero: bool = True,
-    binary: bool = False,
 ) -> dict[str, Any]:
-    """Return a line chart: lines, dots, axes with labels, and a text for each place on the x axis.
+    """Return a line chart: lines, dots, and axes with labels.
 
-    ``at`` are the places on the x axis, ascending, ``names`` their names; ``text`` formats a value, ``axis`` a label of
-    the y axis. ``binary`` puts the labels of the y axis at multiples of powers of two, as sizes need it.
+    ``at`` are the places on the x axis, ascending, ``names`` their names; ``text`` formats a label of the y axis.
     """
     values = [value for line in series for value in line.values if value is not None]
     low, high = (min(values, default=0.0), max(values, default=1.0))
-    ticks = _ticks(0.0 if from_zero else low, high, binary)
+    ticks = _ticks(0.0 if from_zero else low, high)
     bottom, top = min(ticks[0], low), max(ticks[-1], high)
     first, width = at[0], (at[-1] - at[0]) or 1.0
     xs = [_percent((place - first) / width) if len(at) > 1 else 50.0 for place in at]
@@ -91,11 +81,10 @@ def chart(
         "legend": [(one.name, one.colour) for one in series],
         "lines": lines,
         "dots": dots if len(at) <= _POINTS else "",
-        "y": [{"at": y(tick), "text": (axis or text)(tick)} for tick in ticks],
+        "y": [{"at": y(tick), "text": text(tick)} for tick in ticks],
         "x": _x_labels(xs, names),
         "marks": [{"kind": one.kind, "text": one.text, "x": xs[one.place], "y": y(value)} for one, value in drawn],
         "missing": [x for x, value in zip(xs, series[0].values, strict=True) if value is None],
-        "tips": _tips(xs, names, series, text),
     }
 
 
@@ -117,30 +106,12 @@ def _x_labels(xs: Sequence[float], names: Sequence[str]) -> list[dict[str, Any]]
     return labels
 
 
-def _tips(
-    xs: Sequence[float], names: Sequence[str], series: Sequence[Series], text: Callable[[float], str]
-) -> list[dict[str, Any]]:
-    """Return a column for each place on the x axis, from half way to the one before to half way to the next.
-
-    Of many places, one of several has a column.
-    """
-    chosen = [*range(len(xs) - 1, -1, -max(1, -(-len(xs) // _TIPS)))][::-1]
-    edges = [0.0, *((xs[a] + xs[b]) / 2 for a, b in pairwise(chosen)), 100.0]
-    tips = []
-    for number, (left, right) in zip(chosen, pairwise(edges), strict=True):
-        values = [(one.name, one.values[number]) for one in series]
-        lines = [f"{label}: {'none' if value is None else text(value)}" for label, value in values]
-        shown = "\n".join([names[number], *lines])
-        tips.append({"left": _round(left), "width": _round(right - left), "text": shown, "at": xs[number]})
-    return tips
-
-
-def _ticks(low: float, high: float, binary: bool) -> list[float]:
+def _ticks(low: float, high: float) -> list[float]:
     """Return about four round numbers from ``low`` to ``high``, and one on each side."""
     span = (high - low) or abs(high) or 1.0
-    step = span / _TICKS
-    power = 2.0 ** math.floor(math.log2(step)) if binary else 10.0 ** math.floor(math.log10(step))
-    step = next(power * factor for factor in ((1, 2) if binary else (1, 2, 5, 10)) if power * factor >= step * 0.999)
+    least = span / _TICKS * 0.999
+    power = 10.0 ** math.floor(math.log10(span / _TICKS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
     first = math.floor(low / step + 1e-9)
     return [number * step for number in range(first, max(first + 1, math.ceil(high / step - 1e-9)) + 1)]
 
@@ -148,35 +119,11 @@ def _ticks(low: float, high: float, binary: bool) -> list[float]:
 def rank_bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return two bars from zero for each rank, staging and writing, which overlap, and the axis in seconds."""
     most = max((max(row["stage_seconds"], row["write_seconds"]) for row in rows), default=0.0)
-    ticks = _ticks(0.0, most, False)
+    ticks = _ticks(0.0, most)
     widths = {"stage": "stage_seconds", "write": "write_seconds"}
     bars = [{**row, **{bar: _percent(row[key] / ticks[-1]) for bar, key in widths.items()}} for row in rows]
     hosts = [{"host": host, "rows": list(group)} for host, group in groupby(bars, key=lambda row: row["host"])]
     return {"hosts": hosts, "ticks": [{"at": _percent(tick / ticks[-1]), "text": f"{tick:g} s"} for tick in ticks]}
-
-
-def rank_heat(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return a row for each slower host, a cell for each of its ranks: coloured by its seconds of writing.
-
-    None if no rank is slower than most; of many slow hosts the slowest are returned, in their order.
-    """
-    usual = median_low(row["write_seconds"] for row in rows) or 1e-9
-    hosts: dict[str, list[tuple[int, float, str]]] = {}
-    for row in rows:
-        step = sum(row["write_seconds"] >= limit * usual for limit in _SLOWER)
-        text = f"rank {row['rank']}: {row['write_seconds']:.2f} s, {size(row['nbytes'])}"
-        hosts.setdefault(row["host"], []).append((step, row["write_seconds"], text))
-    slow = [host for host, cells in hosts.items() if any(step for step, _, _ in cells)]
-    shown = set(sorted(slow, key=lambda host: -max(cell[1] for cell in hosts[host]))[:_HOSTS])
-    if not shown:
-        return None
-    columns = max(len(hosts[host]) for host in shown)
-    absent = {"class": "absent", "text": "no such rank"}
-    lines = []
-    for host in (host for host in slow if host in shown):
-        cells = [{"class": f"s{step}", "text": text} for step, _, text in hosts[host]]
-        lines.append({"name": host, "cells": [*cells, *[absent] * (columns - len(cells))]})
-    return {"columns": [str(number) for number in range(columns)], "rows": lines, "others": len(hosts) - len(lines)}
 
 
 def moved_heat(differences: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +252,6 @@ def page_of(document: Document) -> str:
         "ranks": _ranks(document),
         "moved": None if document["differences"] is None else moved_heat(document["differences"]),
         "moved_steps": MOVED_STEPS,
-        "slow_steps": SLOW_STEPS,
         "parts": [(part, colour) for part, colour in PARTS if any(row[part] for row in modules)],
         "modules": (bars := module_bars(modules))[:_MODULES],
         "modules_left_out": max(0, len(bars) - _MODULES),
@@ -397,23 +343,21 @@ def _stages(tags: Sequence[Document]) -> dict[str, Any] | None:
         )
     if len(timed) < 2:
         return {"title": title, "chart": None}
-    return {"title": title, "chart": _chart(timed, series, _seconds, axis=lambda seconds: f"{seconds:g} s")}
+    return {"title": title, "chart": _chart(timed, series, lambda seconds: f"{seconds:g} s")}
 
 
-def _sizes(tags: Sequence[Document]) -> dict[str, Any] | None:
+def _sizes(tags: Sequence[Document]) -> str:
     if not tags:
-        return None
+        return ""
     shown = {size(tag["nbytes"]) for tag in tags}
     if len(shown) == 1:
-        return {"title": f"{'All tags have' if len(tags) > 1 else 'The tag has'} {shown.pop()}", "chart": None}
+        return f"{'All tags have' if len(tags) > 1 else 'The tag has'} {shown.pop()}"
     small, large = (pick(tags, key=lambda tag: tag["nbytes"]) for pick in (min, max))
-    title = f"Sizes go from {size(small['nbytes'])} to {size(large['nbytes'])} ({_short(large['tag'], 40)})"
-    series = [Series("size", "one", [float(tag["nbytes"]) for tag in tags])]
-    return {"title": title, "chart": _chart(tags, series, lambda value: size(int(value)), binary=True)}
+    return f"Sizes go from {size(small['nbytes'])} to {size(large['nbytes'])} ({_short(large['tag'], 40)})"
 
 
 def _ranks(document: Document) -> dict[str, Any] | None:
-    """Return the ranks of the latest save: all of them, or for many their hosts, and the slowest."""
+    """Return the ranks of the latest save: all of them, or of many the slowest."""
     places = {row["rank"]: " ".join(f"{name} {at}" for name, at in row["place"].items()) for row in document["ranks"]}
     rows = [{**row, "place": places.get(row["rank"], "")} for row in document["timeline"]]
     nbytes = [row["nbytes"] for row in document["ranks"] or rows]
@@ -422,10 +366,9 @@ def _ranks(document: Document) -> dict[str, Any] | None:
     low, high = size(min(nbytes)), size(max(nbytes))
     wrote = f"each wrote {low}" if low == high else f"they wrote {low} to {high} each"
     view: dict[str, Any] = {"wrote": f"{len(nbytes)} ranks; {wrote}", "title": "no rank's seconds are recorded"}
-    view |= {"bars": None, "heat": None, "few": [], "worst": 0}
+    view |= {"bars": None, "worst": 0}
     if not rows:
-        few = document["ranks"][: _RANKS if low != high else 0]
-        return {**view, "few": [{**row, "place": places[row["rank"]]} for row in few]}
+        return view
     late = next((row for row in rows if row["straggler"]), None)
     fast, slow = (_seconds(pick(row["write_seconds"] for row in rows)) for pick in (min, max))
     view["title"] = f"no straggler: all ranks wrote for {fast}" if fast == slow else f"no straggler: {fast} to {slow}"
@@ -436,7 +379,7 @@ def _ranks(document: Document) -> dict[str, Any] | None:
         hosts = list(dict.fromkeys(row["host"] for row in rows))
         return {**view, "bars": rank_bars(sorted(rows, key=lambda row: hosts.index(row["host"])))}
     worst = sorted(rows, key=lambda row: -row["write_seconds"])[:_WORST]
-    return {**view, "bars": rank_bars(worst), "heat": rank_heat(rows), "worst": len(worst)}
+    return {**view, "bars": rank_bars(worst), "worst": len(worst)}
 
 
 def _tree(tensors: Iterable[Document]) -> list[dict[str, Any]]:
