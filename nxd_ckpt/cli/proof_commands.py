@@ -208,7 +208,7 @@ def _selftest(args: argparse.Namespace) -> int:
 
     if not 0 < args.size <= 2**40:
         raise argparse.ArgumentTypeError(f"--size must be more than 0 (MiB), found {args.size:g}")
-    test = run_selftest(
+    document = run_selftest(
         args.dir or ".",
         device=args.device,
         ranks=args.ranks,
@@ -216,12 +216,11 @@ def _selftest(args: argparse.Namespace) -> int:
         storage_options=args.storage_options,
         timeout=args.timeout,
     )
-    if test is None:  # one rank of a torchrun: rank 0 shows the page
+    if document is None:  # one rank of a torchrun: rank 0 shows the page
         return 0
-    document = test.document()
     lines = [*page_lines(document), *_written(args.report, document)]
     text.show(document, lines, as_json=args.json, wide=True)
-    return 0 if test else 1
+    return 0 if document["ok"] else 1
 
 
 def _written(path: str, document: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import platform
 import re
 import sys
@@ -18,14 +19,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.checkpointer import Checkpointer
@@ -37,33 +45,48 @@ from nxd_ckpt.live.torch_xla import compile_count, sync, to_cpu
 from nxd_ckpt.storage.base import Storage, completed
 from nxd_ckpt.storage.urls import is_url, join, local_path, open_storage
 from nxd_ckpt.tag.listing import list_checkpoints
-from nxd_ckpt.testing import selftest_jobs as jobs
 from nxd_ckpt.testing.resume import check_resume
-from nxd_ckpt.testing.selftest_jobs import Failed, Left
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
+_PATIENCE = timedelta(seconds=120)
+"""Time that a rank waits for another one."""
 _KILL = "kill"
-_PACKAGES = (
-    *("nxd_ckpt", "torch", "torch-xla", "torch-neuronx", "libneuronxla", "neuronx-cc", "neuronx-distributed"),
-    "numpy",
-)
-_GIB = 2**30
+_PACKAGES = "nxd_ckpt torch torch-xla torch-neuronx libneuronxla neuronx-cc neuronx-distributed numpy"
 
 
 class NotPossible(Exception):
-    """A check that this device or place has no use for; says why."""
+    """A device that cannot be tested, or a check that it has no use for; says why."""
+
+
+class Failed(Exception):
+    """A check that found something wrong; says what."""
+
+
+class Left(Failed):
+    """Another rank has ended the check, or is gone: its result says why."""
 
 
 @dataclass
 class Rank:
-    """This rank, and what it is to do."""
+    """This rank, its device, and what it is to do.
+
+    ``communicates``: a process group takes the device's tensors. Where none does, gradients are made up.
+    """
 
     plan: dict[str, Any]
-    device: jobs.Device
+    name: str
+    device: torch.device
+    communicates: bool
+    check: str = ""
+    meetings: int = 0
 
     @property
     def number(self) -> int:
         return dist.get_rank()
+
+    @property
+    def is_xla(self) -> bool:
+        return self.name == "xla"
 
     @property
     def options(self) -> dict[str, Any] | None:
@@ -76,60 +99,210 @@ class Rank:
         return open_storage(self.place(*names), storage_options=self.options)
 
     def checkpointer(self, name: str, **options: Any) -> Checkpointer:
-        if self.device.is_xla:
+        if self.is_xla:
             options["topology"] = Topology(dp=dist.get_world_size(), rank=self.number)
         return Checkpointer(self.place(name), storage_options=self.options, **options)
 
-    def make(self, layout: str) -> Any:
-        return jobs.make(layout, self.device)
+    def gathered(self, value: Any, meeting: str = "") -> list[Any]:
+        """Return each rank's value, by rank. Raises Left if another rank has ended the check, or is gone."""
+        # Through the store: collectives of ranks that have left a check and of those that have not would be mixed up.
+        self.meetings += 1
+        meeting, store, values = meeting or str(self.meetings), _get_default_store(), []
+        self._tell(meeting, value)
+        deadline = time.monotonic() + _PATIENCE.total_seconds()
+        for rank in range(dist.get_world_size()):
+            key, end = self._key(meeting, rank), self._key("end", rank)
+            while not store.check([key]):
+                ended = store.check([end]) and not store.check([key])
+                if ended or time.monotonic() > deadline:
+                    raise Left(f"rank {rank} {'ended it before' if ended else 'does not answer'}")
+                time.sleep(0.01)
+            values.append(pickle.loads(store.get(key)))
+        return values
 
-    def step(self, model: Any, optimizer: Any) -> float:
-        return jobs.step(model, optimizer, self.device)
+    def leave(self) -> None:
+        """Part from the others: rank 0, whose process holds the store in which they meet, goes last."""
+        self.check = "farewell"
+        self.gathered(None, "end") if self.number == 0 else self._tell("end", None)
+
+    def _tell(self, meeting: str, value: Any) -> None:
+        store: Any = _get_default_store()
+        store.set(self._key(meeting, self.number), pickle.dumps(value))
+
+    def _key(self, meeting: str, rank: int) -> str:
+        return f"selftest/{self.check}/{meeting}/{rank}"
 
 
-def _versions(rank: Rank) -> tuple[str, dict[str, Any]]:
+def _joined(plan: dict[str, Any]) -> Rank:
+    """Find the device, and join the other ranks. Raises NotPossible if there is no such device, or too few of them."""
+    name = plan["device"] or _default_device()
+    if name == "xla":
+        return _joined_xla(plan)
+    device = torch.device("cpu") if name == "cpu" else _numbered(name, int(os.environ.get("LOCAL_RANK", "0")))
+    backends = dict(getattr(dist.Backend, "default_device_backend_map", {}))
+    backend = None if name == "cpu" else backends.get(name)
+    dist.init_process_group("cpu:gloo" + (f",{name}:{backend}" if backend else ""), timeout=_PATIENCE)
+    return Rank(plan, name, device, name == "cpu" or backend is not None)
+
+
+def _default_device() -> str:
+    if find_spec("torch_xla") is not None and find_spec("libneuronxla") is not None:
+        return "xla"
+    accelerator = getattr(torch, "accelerator", None)
+    current = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    return "cpu" if current is None else str(current.type)
+
+
+def _numbered(name: str, rank: int) -> torch.device:
+    module = getattr(torch, name, None)
+    if module is None or not hasattr(module, "device_count"):
+        raise NotPossible(f"device {name}: torch {torch.__version__} does not know it; is its package installed?")
+    count = module.device_count() if module.is_available() else 0
+    if count == 0:
+        raise NotPossible(f"device {name}: torch {torch.__version__} knows it and finds none on this host")
+    if name == "cuda" and count < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        raise NotPossible(f"device cuda: found {count}, each rank of this host needs one: pass --ranks {count}")
+    device = torch.device(name, rank % count)
+    if hasattr(module, "set_device"):
+        module.set_device(device)
+    return device
+
+
+def _joined_xla(plan: dict[str, Any]) -> Rank:
+    os.environ.setdefault("PJRT_DEVICE", "CPU" if plan["emulated"] else "NEURON")
+    if plan["emulated"]:
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        os.environ.setdefault("NXD_CKPT_EMULATION_PORT", str(int(os.environ["MASTER_PORT"]) + 2))
+        from nxd_ckpt.emulation.install import install
+
+        install()
+    import torch_xla
+    import torch_xla.distributed.xla_backend
+
+    try:
+        device = torch_xla.device()
+    except RuntimeError as error:
+        raise NotPossible(f"device xla: torch_xla finds none: {error}") from error
+    dist.init_process_group("xla", timeout=_PATIENCE)
+    return Rank(plan, "xla", device, True)
+
+
+class _Linear(nn.Linear):
+    """A layer whose sharded parameters are gathered in its forward pass, as SimpleFSDP does."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        sharded: tuple[Any, ...] = (self.weight, self.bias)
+        whole = (parameter.redistribute(placements=[Replicate()]) for parameter in sharded)
+        return nn.functional.linear(batch, *(tensor.to_local(grad_placements=[Partial("avg")]) for tensor in whole))
+
+
+def _mesh(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _cut(part: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """Return the parameter of which each rank has a part, cut along its first dimension."""
+    return nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False))
+
+
+def _model(layout: str, rank: Rank, device: torch.device) -> nn.Module:
+    """Return two layers, whose sizes 2, 4 and 8 ranks divide; 16 inputs, 16 outputs."""
+    linear = _Linear if layout == "simple_fsdp" else nn.Linear
+    model = nn.Sequential(linear(16, 32), nn.ReLU(), linear(32, 16)).to(device)
+    if layout not in ("fsdp2", "tp", "simple_fsdp"):
+        return model
+    mesh = _mesh(device)
+    if layout == "tp":
+        # All ranks have the same numbers: nothing is sent, which not every device can.
+        silent: dict[str, Any] = {} if rank.communicates else {"src_data_rank": None}
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}, **silent)
+        return model
+    for layer in (model[0], model[2]):
+        if layout == "fsdp2":
+            fully_shard(layer, mesh=mesh)
+            continue
+        for key, parameter in list(layer.named_parameters()):
+            setattr(layer, key, _cut(parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone(), mesh))
+    if layout == "fsdp2":
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def _make(layout: str, rank: Rank, device: torch.device | None = None) -> tuple[Any, Any]:
+    """Return a model and its optimizer, on the rank's device or another."""
+    torch.manual_seed(0)
+    model = _model(layout, rank, device or rank.device)
+    if not rank.is_xla or device is not None:
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    everyone = [list(range(dist.get_world_size()))]
+    options: dict[str, Any] = {"sharding_groups": everyone, "pin_layout": False, "save_master_weights": True}
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, **options)
+
+
+def _step(rank: Rank, model: nn.Module, optimizer: Any) -> float:
+    """Make one step of training, and return its loss; 0 where gradients are made up."""
+    optimizer.zero_grad()
+    loss = torch.zeros(())
+    if rank.communicates:
+        loss = model(torch.randn(8, 16).to(next(model.parameters()).device)).square().mean()
+        loss.backward()
+    else:
+        factor = torch.rand(()).item()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, factor)
+    optimizer.step()
+    if rank.is_xla:
+        import torch_xla
+
+        torch_xla.sync()
+    return loss.item()
+
+
+Outcome = tuple[str, dict[str, Any]]
+
+
+def _versions(rank: Rank) -> Outcome:
     versions = {}
-    for package in _PACKAGES:
+    for package in _PACKAGES.split():
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    driver = Path("/sys/module/neuron/version")
-    if driver.exists():
-        versions["neuron driver"] = driver.read_text().strip()
-    device = rank.device
+    with suppress(OSError):
+        versions["neuron driver"] = Path("/sys/module/neuron/version").read_text().strip()
     facts = {"versions": versions, "python": platform.python_version(), "system": platform.platform()}
-    facts |= {"device": str(device.torch_device), "host": rank.device.gathered(platform.node())}
+    facts |= {"device": str(rank.device), "host": rank.gathered(platform.node())}
     shown = [f"{name} {version}" for name, version in versions.items() if name != "numpy"]
-    return f"{', '.join(shown)}; Python {facts['python']}; {device.torch_device}", facts
+    return f"{', '.join(shown)}; Python {facts['python']}; {rank.device}", facts
 
 
-def _transfers(rank: Rank) -> tuple[str, dict[str, Any]]:
-    device = rank.device
-    if device.name == "cpu" or device.is_xla:
-        raise NotPossible(
-            "nothing is copied from a device" if device.name == "cpu" else "torch-xla copies in its own way, in groups"
-        )
-    value = torch.arange(2**20, dtype=torch.float32).to(device.torch_device)
+def _transfers(rank: Rank) -> Outcome:
+    if rank.name == "cpu":
+        raise NotPossible("nothing is copied from a device")
+    if rank.is_xla:
+        raise NotPossible("torch-xla copies in its own way, in groups")
+    value = torch.arange(2**20, dtype=torch.float32).to(rank.device)
     try:
         host, pinned = torch.empty(2**20, pin_memory=True), True
     except (RuntimeError, NotImplementedError):
         host, pinned = torch.empty(2**20), False
     host.copy_(value, non_blocking=True)
     try:
-        event = torch.Event(device.torch_device)
+        event = torch.Event(rank.device)
         event.record()
         event.synchronize()
         events = True
     except (RuntimeError, NotImplementedError):
-        getattr(torch, device.name).synchronize()
+        getattr(torch, rank.name).synchronize()
         events = False
     if not torch.equal(host, torch.arange(2**20, dtype=torch.float32)):
         raise Failed("a copy to the host, waited for, has other numbers than the device")
-    facts = {"pinned_memory": pinned, "events": events}
     waits = "one event is waited for" if events else "it has no events: each copy is waited for"
-    return f"{waits}; {'host memory can be pinned' if pinned else 'no pinned memory'}", facts
+    pages = "host memory can be pinned" if pinned else "no pinned memory"
+    return f"{waits}; {pages}", {"pinned_memory": pinned, "events": events}
 
 
-def _dtypes(rank: Rank) -> tuple[str, dict[str, Any]]:
+def _dtypes(rank: Rank) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     hosts: dict[str, torch.Tensor] = {}
     saved, loaded, lacking = nn.Module(), nn.Module(), []
@@ -139,9 +312,9 @@ def _dtypes(rank: Rank) -> tuple[str, dict[str, Any]]:
             continue  # quantized ones, and parts of a byte: torch has no tensor of plain numbers of these
         values = torch.randint(0, 256, (64 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
         host = (values & 1 if dtype == torch.bool else values).view(dtype)
-        live = _moved(host, rank.device)
-        if live is None:  # NaNs that are not the device's own may change there
-            host = _numbers(host)
+        if (live := _moved(host, rank.device)) is None:  # NaNs that are not the device's own may change there
+            with suppress(RuntimeError, TypeError, NotImplementedError):
+                host = torch.arange(host.numel(), dtype=torch.float32).to(dtype)
             live = _moved(host, rank.device)
         if live is None:
             lacking.append(name)
@@ -152,26 +325,18 @@ def _dtypes(rank: Rank) -> tuple[str, dict[str, Any]]:
     with rank.checkpointer("dtypes") as checkpointer:
         checkpointer.save("every", saved, async_save=True).wait()
         checkpointer.load("every", loaded)
-    returned = {name: _bits(loaded.get_buffer(f"of_{name}")) for name in hosts}
-    wrong = [name for name, host in hosts.items() if not torch.equal(returned[name], _bits(host))]
+    pairs = {name: (_bits(loaded.get_buffer(f"of_{name}")), _bits(host)) for name, host in hosts.items()}
+    wrong = [name for name, pair in pairs.items() if not torch.equal(*pair)]
     if wrong:
         raise Failed(f"other bits came back of {', '.join(wrong)}")
     without = f"; the device itself changes or lacks {', '.join(lacking)}" if lacking else ""
     return f"{len(hosts)} dtypes{without}", {"dtypes": sorted(hosts), "lacking": lacking}
 
 
-def _numbers(like: torch.Tensor) -> torch.Tensor:
-    """Return finite numbers of its shape and dtype; what was given where torch makes none."""
-    try:
-        return torch.arange(like.numel(), dtype=torch.float32).to(like.dtype)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return like
-
-
-def _moved(host: torch.Tensor, device: jobs.Device) -> torch.Tensor | None:
+def _moved(host: torch.Tensor, device: torch.device) -> torch.Tensor | None:
     """Return the tensor on the device; None where it has not the same bits there."""
     try:
-        live = host.to(device.torch_device)
+        live = host.to(device)
         return live if torch.equal(_bits(live), _bits(host)) else None
     except (RuntimeError, TypeError, NotImplementedError):
         return None
@@ -183,33 +348,39 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return host.contiguous().flatten().view(torch.uint8)
 
 
-def _resumes(layout: str, rank: Rank) -> tuple[str, dict[str, Any]]:
-    options: dict[str, Any] = {"use_xser": layout == "xser"} if rank.device.is_xla else {}
+def _resumes(layout: str, rank: Rank) -> Outcome:
+    options: dict[str, Any] = {"use_xser": layout == "xser"} if rank.is_xla else {}
 
     def save(_: str, tag: str, *objects: Any) -> None:
         with rank.checkpointer(layout) as checkpointer:
             checkpointer.save(tag, *objects, async_save=True, **options).wait()
 
-    def load(_: str, tag: str, *objects: Any) -> None:
-        with rank.checkpointer(layout) as checkpointer:
-            checkpointer.load(tag, *objects)
-
-    make = partial(rank.make, layout)
-    check_resume(make, rank.step, save=save, load=load, steps=2, steps_after=2, new_process=False)
+    _rehearse(rank, layout, layout, save, 2)
     same = _on_the_cpu(layout, rank)
-    trained = "" if rank.device.communicates else "; gradients were made up, as no process group takes its tensors"
+    trained = "" if rank.communicates else "; gradients were made up, as no process group takes its tensors"
     return f"2 steps after a load equal the uninterrupted ones; {same} tensors equal on the CPU{trained}", {}
+
+
+def _rehearse(rank: Rank, layout: str, name: str, save: Callable[..., None], steps: int) -> None:
+    """Compare two steps after a load of the latest tag of a directory with those of a run that went on."""
+
+    def load(_: str, tag: str, *objects: Any) -> None:
+        with rank.checkpointer(name) as checkpointer:
+            checkpointer.load(None, *objects)
+
+    make, step = partial(_make, layout, rank), partial(_step, rank)
+    check_resume(make, step, save=save, load=load, steps=steps, steps_after=2, new_process=False)
 
 
 def _on_the_cpu(layout: str, rank: Rank) -> int:
     """Load what was saved on the device into objects on the CPU, save these, and compare the two tags."""
-    model, optimizer = jobs.make(layout, rank.device, "cpu")
-    objects = (model,) if rank.device.is_xla else (model, optimizer)  # ZeRO-1 is only for XLA devices
+    model, optimizer = _make(layout, rank, torch.device("cpu"))
+    objects = (model,) if rank.is_xla else (model, optimizer)  # ZeRO-1 is only for XLA devices
     with rank.checkpointer(layout) as checkpointer:
         checkpointer.load("rehearsal", *objects)
         checkpointer.save("on_cpu", *objects)
-    rank.device.gathered(None)
-    prefix = "model/" if rank.device.is_xla else ()
+    rank.gathered(None)
+    prefix = "model/" if rank.is_xla else ()
     tags = (open_checkpoint(rank.place(layout), tag, storage_options=rank.options) for tag in ("rehearsal", "on_cpu"))
     difference = diff_checkpoints(*tags, prefix=prefix, full=True)
     if difference:
@@ -218,19 +389,15 @@ def _on_the_cpu(layout: str, rank: Rank) -> int:
     return difference.same_tensors
 
 
-def _training(rank: Rank) -> str:
-    return "xser" if rank.device.is_xla else "fsdp2"
-
-
 def _killed(rank: Rank) -> str:
     """Save step 1, train on, and lose the last rank while it writes step 2: what the others were told."""
     torch.manual_seed(2**30)
-    model, optimizer = rank.make(_training(rank))
+    model, optimizer = _make("xser" if rank.is_xla else "fsdp2", rank)
     storage = HookedStorage(rank.storage(_KILL), lambda operation: None)
     checkpointer = rank.checkpointer(_KILL, storage=storage)
     for number in range(2):
         torch.manual_seed(number)
-        rank.step(model, optimizer)
+        _step(rank, model, optimizer)
         if number == 1 and rank.number == dist.get_world_size() - 1:
             storage.hook = killing("close", "*")  # of the first file, when its bytes are written
         pending = checkpointer.save(f"step_{number + 1}", model, optimizer, async_save=True)
@@ -238,63 +405,50 @@ def _killed(rank: Rank) -> str:
     return f"{type(pending.error).__name__}: {pending.error}" if pending.error else ""
 
 
-def _kill(rank: Rank) -> tuple[str, dict[str, Any]]:
-    outcome = rank.device.gathered(rank.plan["killed"])[0]  # with torchrun only rank 0 has the word of rank 0
-    message, ended, why = (outcome[key] for key in ("told", "ended", "why"))
-    if not message:
-        raise Failed(f"the others were not told of it: {ended}; {why}")
+def _kill(rank: Rank) -> Outcome:
+    told, ended = rank.gathered(rank.plan["killed"])[0]  # with torchrun only rank 0 has the word of rank 0
+    if not told:
+        raise Failed(f"the others were not told of it: {ended}")
     tags = list_checkpoints(rank.place(_KILL), storage_options=rank.options)
     complete = [tag.tag for tag in tags if tag.complete]
     if complete != ["step_1"]:
         raise Failed(f"expected step_1 alone to be visible, found {complete}")
-
-    def load(_: str, tag: str, *objects: Any) -> None:
-        with rank.checkpointer(_KILL) as checkpointer:
-            checkpointer.load(None, *objects)
-
-    check_resume(
-        partial(rank.make, _training(rank)),
-        rank.step,
-        save=lambda *_: None,  # the job that lost a rank has saved just this
-        load=load,
-        steps=1,
-        steps_after=2,
-        new_process=False,
-    )
-    return "step_2 never became visible; 2 steps after step_1 equal the uninterrupted ones", {"told": message}
+    layout = "xser" if rank.is_xla else "fsdp2"
+    _rehearse(rank, layout, _KILL, lambda *_: None, 1)  # the job that lost a rank has saved just this
+    return "step_2 never became visible; 2 steps after step_1 equal the uninterrupted ones", {"told": told}
 
 
-def _compilations(rank: Rank) -> tuple[str, dict[str, Any]]:
-    if not rank.device.is_xla:
-        raise NotPossible(f"torch compiles nothing for {rank.device.name} by itself")
-    model, optimizer = rank.make("xser")
+def _compilations(rank: Rank) -> Outcome:
+    if not rank.is_xla:
+        raise NotPossible(f"torch compiles nothing for {rank.name} by itself")
+    model, optimizer = _make("xser", rank)
     for _ in range(3):
-        rank.step(model, optimizer)
+        _step(rank, model, optimizer)
     before = compile_count()
     with rank.checkpointer("compilations") as checkpointer:
         checkpointer.save("one", model, optimizer, async_save=True, use_xser=True).wait()
         checkpointer.load("one", model, optimizer)
     between = compile_count()
-    rank.step(model, optimizer)
+    _step(rank, model, optimizer)
     facts = {"in save and load": between - before, "in the step after": compile_count() - between}
     if any(facts.values()):
         raise Failed(f"graphs compiled: {facts}")
     return f"0 graphs in a save, a load and the step after; {before} before", facts
 
 
-def _storage(rank: Rank) -> tuple[str, dict[str, Any]]:
+def _storage(rank: Rank) -> Outcome:
     storage, facts = rank.storage("storage"), {}
     if rank.number == 0:
         storage.make_dir("")
         storage.write("value", b"0")
-    rank.device.gathered(None)
+    rank.gathered(None)
     facts["seen by all ranks"] = storage.read("value") == b"0"
     facts["one of many may create"] = _one_wins(rank, lambda number: storage.link_new("new", b"%d" % number))
     facts["one of many may replace"] = _one_wins(rank, lambda number: storage.exchange("value", b"0", b"%d" % number))
     if rank.number == 0:
         facts |= _alone(storage)
-    rank.device.gathered(None)
-    wrong = [name for name, holds in facts.items() if not holds and name not in ("renames", "swaps")]
+    rank.gathered(None)
+    wrong = [name for name, holds in facts.items() if not holds and name != "renames"]
     if wrong:
         raise Failed(f"does not hold: {', '.join(wrong)}")
     way = "tags appear by one rename" if facts.get("renames", True) else "no renames: tags are written in place"
@@ -303,11 +457,10 @@ def _storage(rank: Rank) -> tuple[str, dict[str, Any]]:
 
 def _one_wins(rank: Rank, attempt: Callable[[int], bool]) -> bool:
     """Let eight threads of each rank try the same: of all of them one succeeds."""
-    rank.device.gathered(None)
-    first = 1 + 8 * rank.number
+    rank.gathered(None)
     with ThreadPoolExecutor(8) as threads:
-        won = sum(threads.map(attempt, range(first, first + 8)))
-    return bool(sum(rank.device.gathered(won)) == 1)
+        won = sum(threads.map(attempt, range(8 * rank.number + 1, 8 * rank.number + 9)))
+    return bool(sum(rank.gathered(won)) == 1)
 
 
 def _alone(storage: Storage) -> dict[str, bool]:
@@ -318,76 +471,66 @@ def _alone(storage: Storage) -> dict[str, bool]:
         writer.write_at(0, data[:50_000])
     storage.sync_dir("folder")
     facts = {"written as given": storage.read("folder/file") == data}
-    try:
+    with suppress(OSError):
         storage.rename("folder", "renamed")
-        facts["renames"] = storage.renames and storage.read("renamed/file") == data and not storage.is_dir("folder")
-    except OSError:
-        facts["renames"] = False
-    if facts["renames"]:
-        storage.write("other/file", b"other")
-        facts["swaps"] = storage.swap("renamed", "other") and storage.read("renamed/file") == b"other"
-    for name in ("folder", "renamed", "other"):
+    facts["renames"] = storage.renames and storage.is_dir("renamed") and not storage.is_dir("folder")
+    for name in ("folder", "renamed"):
         storage.remove(name)
-    facts["removes"] = not any(storage.is_dir(name) for name in ("folder", "renamed", "other"))
+    facts["removes"] = not storage.is_dir("folder") and not storage.is_dir("renamed")
     return facts
 
 
-def _speed(rank: Rank) -> tuple[str, dict[str, Any]]:
-    device, nbytes = rank.device, rank.plan["nbytes"]
-    data = torch.full((max(nbytes // 4, 1),), float(rank.number)).to(device.torch_device)
+def _speed(rank: Rank) -> Outcome:
+    nbytes = rank.plan["nbytes"]
+    data = torch.full((max(nbytes // 4, 1),), float(rank.number)).to(rank.device)
     model = nn.Module()
-    model.data = nn.Parameter(data if device.is_xla else jobs.part_of(data, device.mesh()))
+    model.data = nn.Parameter(data) if rank.is_xla else _cut(data, _mesh(rank.device))
     host = torch.empty(data.shape)
     copy = _seconds(rank, lambda: host.copy_(data))
     write = _seconds(rank, lambda: _raw_write(rank, host.numpy().data.cast("B")))
     with rank.checkpointer("speed") as checkpointer:
         checkpointer.save("warm", model, async_save=True).wait()
-        checkpointer.remove("warm") if rank.number == 0 else None
-        rank.device.gathered(None)
+        if rank.number == 0:
+            checkpointer.remove("warm")
+        rank.gathered(None)
         begun = time.monotonic()
         pending = checkpointer.save("measured", model, async_save=True)
         stall = time.monotonic() - begun
         pending.wait()
         whole = time.monotonic() - begun
-    outcomes = device.gathered((pending.nbytes, stall, whole))
-    total = sum(written for written, *_ in outcomes)
-    stall, whole = (max(outcome[field] for outcome in outcomes) for field in (1, 2))
-    raw = len(outcomes) * nbytes
-    facts = {"nbytes": total, "stall_seconds": stall, "save_seconds": whole, "raw_copy_seconds": copy}
-    facts |= {"raw_write_nbytes": raw, "raw_write_seconds": write}
+    written, stalls, wholes = zip(*rank.gathered((pending.nbytes, stall, whole)), strict=True)
+    facts = {"nbytes": sum(written), "stall_seconds": max(stalls), "save_seconds": max(wholes)}
+    facts |= {"raw_copy_seconds": copy, "raw_write_nbytes": len(written) * nbytes, "raw_write_seconds": write}
+    speed, raw = facts["nbytes"] / facts["save_seconds"] / 2**30, facts["raw_write_nbytes"] / write / 2**30
     return (
-        f"an async save of {size(total)} held up training for {stall * 1000:.0f} ms (a copy takes {copy * 1000:.0f} "
-        f"ms) and ran at {total / whole / _GIB:.2f} GiB/s (plain files: {raw / write / _GIB:.2f} GiB/s)"
+        f"an async save of {size(facts['nbytes'])} held up training for {max(stalls) * 1000:.0f} ms (a copy takes "
+        f"{copy * 1000:.0f} ms) and ran at {speed:.2f} GiB/s (plain files: {raw:.2f} GiB/s)"
     ), facts
 
 
 def _seconds(rank: Rank, work: Callable[[], Any]) -> float:
     """Return how long the slowest rank took, all at the same time, the second time."""
     work()
-    rank.device.gathered(None)
+    rank.gathered(None)
     begun = time.monotonic()
     work()
-    return float(max(rank.device.gathered(time.monotonic() - begun)))
+    return float(max(rank.gathered(time.monotonic() - begun)))
 
 
 def _raw_write(rank: Rank, data: memoryview) -> None:
-    """Write a file as fast as the place takes it, up to the disk, and remove it."""
-    name = f"raw-{rank.number}"
+    """Write a plain file up to the disk, or an object, and remove it."""
+    storage, name = rank.storage(), f"raw-{rank.number}"
     if is_url(rank.place()):
-        storage = rank.storage("raw")
-        writer = storage.create(name, len(data))
-        with completed(writer):
+        with completed(writer := storage.create(name, len(data))):
             writer.write_at(0, data)
-        storage.remove(name)
-        return
-    path = Path(local_path(rank.place()), name)
-    with path.open("wb", buffering=0) as file:
-        file.write(data)
-        os.fsync(file.fileno())
-    path.unlink()
+    else:
+        with Path(local_path(rank.place()), name).open("wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+    storage.remove(name)
 
 
-_CHECKS: dict[str, Callable[[Rank], tuple[str, dict[str, Any]]]] = {
+_CHECKS: dict[str, Callable[[Rank], Outcome]] = {
     "versions": _versions,
     "transfers": _transfers,
     "dtypes": _dtypes,
@@ -413,16 +556,13 @@ def _result(name: str, rank: Rank) -> CheckResult:
 
 
 def _end_with_the_command() -> None:
-    def watch() -> None:
-        os.read(0, 1)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    os.read(0, 1)
+    os._exit(1)
 
 
 def main(path: str) -> int:
     """Run the job of a plan on this rank, and return the exit code."""
-    _end_with_the_command()
+    threading.Thread(target=_end_with_the_command, daemon=True).start()
     plan = json.loads(Path(path).read_text())
     with Path(plan["notes"]).open("w") as notes:
 
@@ -431,28 +571,25 @@ def main(path: str) -> int:
             notes.flush()
 
         try:
-            rank = Rank(plan, jobs.join(plan["device"], plan["emulated"]))
-        except jobs.Unusable as reason:
+            rank = _joined(plan)
+        except NotPossible as reason:
             note(unusable=str(reason))
             return UNUSABLE
-        note(device=rank.device.name)
+        note(device=rank.name)
         if plan["job"] == "killed":
             note(name="killed", detail=_killed(rank))
             return 0
-        for check in checks_for(rank.device.name):
-            rank.device.begin(check.name)
-            result = merged(rank.device.gathered_at_end(_result(check.name, rank)))
+        for name in checks_for(rank.name):
+            rank.check, rank.meetings = name, 0
+            result = merged(rank.gathered(_result(name, rank), "end"))
             if rank.number == 0:
                 note(**asdict(result))
-        rank.device.leave()
+        rank.leave()
     return 0
 
 
 def end(code: int) -> NoReturn:
-    """End this process without what an interpreter does at its end.
-
-    Threads of gloo and XLA abort it then, now and again.
-    """
+    """End this process at once: threads of gloo and XLA abort an interpreter at its end, now and again."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
