@@ -230,7 +230,8 @@ def test_names_in_warnings_cannot_move_the_cursor(run: Run, copied: Path) -> Non
     (copied / "z_plain" / "done").write_text("1")
     os.rename(copied / "z_plain", copied / "z\n\x1b[2J\u202e")
     err = run("inspect", copied, "z\n\x1b[2J\u202e").err
-    assert err.startswith(rf"nxd-ckpt: warning: {copied}/z\n\x1b[2J\u202e: its 'done' marker is not that of its manifest")
+    said = rf"nxd-ckpt: warning: {copied}/z\n\x1b[2J\u202e: its 'done' marker is not that of its manifest"
+    assert err.startswith(said)
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -54,16 +54,3 @@ def test_a_job_with_shards_is_well(tmp_path: Path, optimizer: str) -> None:
     save_ranks(tmp_path, "13", ranks_of(run.train(3)))
     assert [] == findings(tmp_path, None, "13")
     assert [] == findings(tmp_path, "10", "13")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_runs_of_many_lengths_are_well(tmp_path: Path, optimizer: str, scheduler: str, seed: int) -> None:
-    """Pairs of tags from 1 to 500 steps apart, of every optimizer and scheduler."""
-    run = Run(optimizer, scheduler, seed)
-    for steps in (2, 1, 30, 500):
-        before = str(run.step)
-        run.train(steps).save(tmp_path, str(run.step))
-        assert [] == findings(tmp_path, before if int(before) else None, str(run.step))

@@ -1,9 +1,7 @@
-"""Hosts that stand still, that are full, and jobs that share their hosts' directories: real processes."""
+"""Hosts that are full, and jobs that share their hosts' directories: real processes."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,39 +18,6 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 LARGE = 3 * 2**19
 """Numbers of a model of 6 MiB."""
-PATIENCE = 30.0
-"""Seconds that a rank waits for a host that stands still: far more than a busy machine needs for an answer."""
-
-
-def stand_still(rank: int, path: Path, victim: int) -> list[str]:
-    """Three saves. In the second a host is stopped until the others have given it up; they wait until it is back."""
-    saver = saver_of(rank, path, PATIENCE, replicas=2)
-    found = [outcome(saver, 1)]
-    if rank == victim:
-        # The shell outlives the stop, and ends it.
-        shell = f"until test -e {path}/given_up; do sleep 0.1; done; kill -CONT {os.getpid()}"
-        with subprocess.Popen(["sh", "-c", shell]):
-            os.kill(os.getpid(), signal.SIGSTOP)
-    found.append(outcome(saver, 2, LARGE))
-    if rank == (victim + 1) % HOSTS:
-        (path / "given_up").touch()
-    until((path / "given_up").exists)
-    found.append(outcome(saver, 3))
-    saver.close()
-    return found
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_host_that_stands_still_fails_the_save(tmp_path: Path, victim: int) -> None:
-    """On all ranks, and once it goes on, so does the job."""
-    found = Job(HOSTS, stand_still, tmp_path, victim, group=True).values()
-    first, second, third = zip(*found, strict=True)
-    assert (HOSTS * ("saved",)) == first
-    assert "saved" not in second, second
-    assert (HOSTS * ("saved",)) == third
-    assert HOSTS * [3] == Job(HOSTS, newest, tmp_path, group=True).values()
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ the old one goes. What is read is then all of one save, or TagReplaced says what
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,7 +24,6 @@ from nxd_ckpt import (
     convert,
     copy_checkpoint,
     has_checkpoint,
-    load_checkpoint,
     open_checkpoint,
     unshard_checkpoint,
 )
@@ -298,43 +295,6 @@ def test_damage_stays_damage(directory: Directory) -> None:
         assert 1 <= len(verify_checkpoint(INPUT, "t").problems)
 
     assert 0 == sweep(directory, lambda: directory.save("another", overwrite=True), damaged, step=5)
-
-
-WRITER = """
-import sys, torch
-from nxd_ckpt import Checkpointer
-
-for value in range(10**6):
-    with Checkpointer(sys.argv[1], durable=False) as job:
-        state = {"w": torch.full((300,), float(value)), "x": torch.full((7, 5), float(value))}
-        job.save(("t", f"n{value}")[value % 2], state, user_content={"value": value}, num_kept_ckpts=1 + value % 2)
-    print(value, flush=True)
-"""
-
-
-def test_a_process_saves_while_others_read(tmp_path: Path) -> None:
-    """A short real race: each read is of one save, or says that the tag was replaced, or is not there."""
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        try:
-            assert writer.stdout is not None
-            assert writer.stdout.readline()
-            for number in range(60):
-                tag = (None, "t")[number % 2]
-                loaded: dict[str, Any] = {}
-                try:
-                    value_of(loaded, load_checkpoint(tmp_path, tag, loaded) or {})
-                    assert () == verify_checkpoint(tmp_path, tag).problems
-                    assert has_checkpoint(tmp_path)
-                except PartNotFound:
-                    raise
-                except TagReplaced:
-                    continue
-                except CheckpointNotFound:
-                    if tag is None:
-                        raise
-        finally:
-            writer.kill()
 
 
 def test_a_tag_of_a_store_that_began_to_go_before_it_was_opened() -> None:
