@@ -1,4 +1,4 @@
-"""Where and by whom an export is written: object stores, several processes, little memory, and deaths on the way."""
+"""Where and by whom an export is written: object stores, several processes, little memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from safetensors.torch import load
 import nxd_ckpt
 from nxd_ckpt import convert
 from nxd_ckpt.errors import DtypeMismatch
-from nxd_ckpt.output import image_writer, output
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -120,26 +119,6 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     counts = [int(one.stdout.split()[-1]) for one in ended]  # gloo prints too
     assert counts == [len(list((tmp_path / "out").glob("*.safetensors"))) + 1] * 2  # and config.json
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
-
-
-def test_what_an_interrupted_export_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed one leaves nothing that looks like a model; the next one starts anew."""
-    config = write_config(tmp_path / "config", JOB.model.config)
-    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
-    with monkeypatch.context() as patch:
-        patch.setattr(output.Output, "_remove_unfinished", lambda self: None)  # as if it had been killed
-        patch.setattr(image_writer, "_fill", _no_memory)
-        with pytest.raises(MemoryError):
-            convert(tag, tmp_path / "out", to="hf", config=config, kv_size_multiplier=2)
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / ".out.incomplete").is_dir()
-    convert(tag, tmp_path / "out", to="hf", config=config, kv_size_multiplier=2)
-    assert ["config", "out", "run"] == sorted(path.name for path in tmp_path.iterdir())
-    assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
-
-
-def _no_memory(*given: object) -> memoryview:
-    raise MemoryError
 
 
 @pytest.mark.soak

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from nxd_ckpt import convert
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, PartNotFound, TopologyMismatch
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, TopologyMismatch
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_config
 from tests.migrate.written_presharded import held_by, write_presharded
@@ -67,13 +67,11 @@ def _refused(place: Path, kind: type[CheckpointError], complaint: str, **options
 
 
 def test_what_cannot_be(tmp_path: Path) -> None:
-    """A missing rank, no config.json, ranks that the heads cannot be shared out among."""
+    """No config.json, ranks that the heads cannot be shared out among."""
     model = Model(heads=8, kv_heads=2)
     config = write_config(tmp_path / "config", model.config)
     place = write_presharded(tmp_path / "weights", model, model.state(), 4)
     _refused(place, InvalidArgument, "config.json has no num_attention_heads")
-    (place / "tp2_sharded_checkpoint.safetensors").unlink()
-    _refused(place, PartNotFound, "tp2_sharded_checkpoint.safetensors is missing", config=config)
     tag = save_job(tmp_path / "run", Job(model), model.state())
     _refused(tag, TopologyMismatch, "cannot be divided", config=config, presharded=True, tp=3)
     _refused(tag, InvalidArgument, "writes the model alone", config=config, presharded=True, optimizer=True)
