@@ -411,8 +411,9 @@ def _sections(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapp
 
 def _method(section: Mapping[str, Any], default: str) -> str:
     method = _method_name(section, default)
-    problem = _other_compressed(section) if method == "compressed-tensors" else None
-    return method if problem is None else f"{method} ({problem})"
+    if method == "compressed-tensors" and not _is_plain_fp8(section):
+        return f"{method} (format {section.get('format')})"
+    return method
 
 
 def _method_name(section: Mapping[str, Any], default: str) -> str:
@@ -442,12 +443,13 @@ def _rows(section: Mapping[str, Any], dtype: str, where: str) -> Quantization:
 
 
 def _compressed(section: Mapping[str, Any], dtype: str, where: str) -> Quantization:
-    """Describe weights of compressed-tensors, after `_other_compressed`."""
+    """Describe weights of compressed-tensors, after `_is_plain_fp8`."""
     blocks = []
     for weights in _weights(section):
-        by_strategy = {"tensor": Block(None, None), "channel": _ROW}
-        strategy = weights.get("strategy")
-        blocks.append(by_strategy[strategy] if strategy in by_strategy else _block(weights["block_structure"], where))
+        if weights.get("strategy") == "block":
+            blocks.append(_block(weights.get("block_structure"), where))
+        else:
+            blocks.append(_ROW if weights.get("strategy") == "channel" else Block(None, None))
     return Quantization("_scale", tuple(dict.fromkeys(blocks)), dtype, compressed=True)
 
 
@@ -468,22 +470,17 @@ def _weights(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each if isinstance(each, Mapping) else {} for each in weights]
 
 
-def _other_compressed(section: Mapping[str, Any]) -> str | None:
-    """Return what is not FP8 with plain scales in a description of compressed-tensors; None if nothing is."""
-    if section.get("format") not in ("float-quantized", "naive-quantized"):
-        return f"format {section.get('format')}"
+def _is_plain_fp8(section: Mapping[str, Any]) -> bool:
+    """Return whether a description of compressed-tensors is FP8 with plain scales, and nothing else."""
     weights = _weights(section)
-    if not weights:
-        return "no config_groups"
-    for each in weights:
-        numbers = each.get("type"), each.get("num_bits"), each.get("symmetric", True)
-        if numbers != ("float", 8, True):
-            return "{} of {} bits, symmetric: {}".format(*numbers)
-        strategy = each.get("strategy")
-        if strategy not in ("tensor", "channel", "block") or (strategy == "block" and "block_structure" not in each):
-            return f"strategy {strategy}"
-    others = [name for name in ("sparsity_config", "transform_config") if _is_used(section.get(name))]
-    return others[0] if others else None
+    numbers = [(each.get("type"), each.get("num_bits"), each.get("symmetric", True)) for each in weights]
+    return (
+        section.get("format") in ("float-quantized", "naive-quantized")
+        and len(weights) > 0
+        and all(each == ("float", 8, True) for each in numbers)
+        and all(each.get("strategy") in ("tensor", "channel", "block") for each in weights)
+        and not any(_is_used(section.get(name)) for name in ("sparsity_config", "transform_config"))
+    )
 
 
 def _is_used(section: Any) -> bool:
