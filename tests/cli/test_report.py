@@ -25,6 +25,7 @@ from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
 from nxd_ckpt.examine import report_document
 from nxd_ckpt.tag import listing
+from nxd_ckpt.tag.order import mark_of
 from tests.examine.mutants import not_a_number, rank_a_step_behind
 from tests.examine.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank
@@ -122,6 +123,7 @@ def _saved_at(tag: Path, order_time: float) -> None:
     """The tag, as if it had been saved then."""
     manifest = load_manifest((tag / "manifest.json").read_bytes(), "manifest.json")
     (tag / "manifest.json").write_bytes(dump_manifest(replace(manifest, order_time=order_time)))
+    (tag / "done").write_bytes(mark_of(order_time, manifest.attempt))
     os.utime(tag / "done", (order_time, order_time))
 
 
