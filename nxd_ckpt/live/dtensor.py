@@ -132,9 +132,9 @@ def placed_of(name: str, tensor: torch.Tensor, local: torch.Tensor | None = None
             "mesh with init_device_mesh"
         )
     placements = tuple(_placement(name, placement) for placement in about.placements)
-    placed = Placed(Layout(mesh, placements), tuple(tensor.shape), tuple(coordinate))
+    placed, expected_shape = _placed(about.device_mesh, placements, tuple(tensor.shape), tuple(coordinate))
     local_shape = tuple((local_of(tensor) if local is None else local).shape)
-    if placed.local_shape != local_shape:
+    if expected_shape != local_shape:
         raise UnsupportedState(
             f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tuple(about.placements)}, of which "
             f"this rank must hold {placed.local_shape}, but it holds {local_shape}: make it with distribute_tensor, or "
@@ -219,6 +219,15 @@ def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
         plain = ".".join(part for part in without_wrappers(name).split(".") if part != "module")
         by_plain_name.setdefault(plain, []).append(name)
     return by_plain_name
+
+
+@lru_cache(maxsize=4096)
+def _placed(
+    mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...], coordinate: Coordinate
+) -> tuple[Placed, tuple[int, ...]]:
+    """Return a position on a mesh, and its local shape: the tensors of a model have few, and share them."""
+    placed = Placed(Layout(_mesh(mesh), placements), shape, coordinate)
+    return placed, placed.local_shape
 
 
 @lru_cache(maxsize=64)

@@ -352,7 +352,7 @@ class ModuleModel(ModelAdapter):
     def parameter_names(self) -> dict[int, str]:
         """Return names by the id of the live parameter, also of parameters that ``state_dict()`` leaves out."""
         names = super().parameter_names()
-        for name, own in ({} if self._is_stage else _own(self._model)).items():
+        for name, own in ({} if self._is_stage else self._own_by_name).items():
             names.setdefault(id(own), name)
         return names
 

@@ -223,9 +223,12 @@ def is_unusual(tensor: torch.Tensor) -> bool:
     These are sparse, nested and quantized tensors, and subclasses with their own operations (masked, fake, ...), except
     DTensors.
     """
-    if type(tensor) not in _PLAIN and dtensor.is_dtensor(tensor):
-        return False
-    return has_own_operations(tensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+    if type(tensor) not in _PLAIN:  # as nearly none is
+        if dtensor.is_dtensor(tensor):
+            return False
+        if has_own_operations(tensor):
+            return True
+    return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
 
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ class Provenance:
         self, opened: OpenTag, topology: Topology, reader: LeafReader, aliases: Callable[[str], Collection[str]]
     ) -> None:
         self._opened, self._topology, self._reader, self._aliases = opened, topology, reader, aliases
-        self._in_place: dict[tuple[Any, ...], bool] = {}
+        self._in_place: dict[tuple[Any, ...], tuple[bool, StateTensor]] = {}
         self._parameters = {} if opened.manifest is None else opened.manifest.parameters
 
     def fault(self, about: StateTensor, leaf: Leaf) -> str | None:
@@ -80,12 +80,12 @@ class Provenance:
         return self._live(saved) == _parts_of(live) if self._opened.is_renamed else saved == live
 
     def _is_in_place(self, about: StateTensor, stored: TensorEntry) -> bool:
-        if about.placed is not None:
-            return about.pieces(self._topology, stored.shape) == stored.pieces
-        key = id(about.spec), about.shards, about.shard, id(stored.pieces), stored.shape  # of many tensors, few
-        if key not in self._in_place:
-            self._in_place[key] = about.pieces(self._topology, stored.shape) == stored.pieces
-        return self._in_place[key]
+        # Of many tensors, few.
+        key = id(about.placed), id(about.spec), about.shards, about.shard, id(stored.pieces), stored.shape
+        known = self._in_place.get(key)
+        if known is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
+            known = self._in_place[key] = about.pieces(self._topology, stored.shape) == stored.pieces, about
+        return known[0]
 
     def _is_rounded(self, about: StateTensor, leaf: Leaf) -> bool:
         """Return whether a weight is made of one with fewer bits, though the tag has its master weights."""
