@@ -297,20 +297,25 @@ def _folder(storage: Storage, ours: bool) -> Iterator[str]:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if leads:
-            storage.remove(name)  # of an earlier one, of the same torchrun, that was killed
-            storage.make_dir(name)
-            storage.write(f"{name}/first", b"1")
+            _require_writable(storage, name)
         yield name
-    except OSError as error:
-        raise StorageError(
-            f"{without_password(storage.url)}: nothing can be written there, so that nothing can be tested: "
-            f"{error.strerror or error}"
-        ) from None
     finally:
         signal.signal(signal.SIGTERM, before)
         if leads:
             with suppress(OSError):
                 storage.remove(name)
+
+
+def _require_writable(storage: Storage, name: str) -> None:
+    try:
+        storage.remove(name)  # of an earlier one, of the same torchrun, that was killed
+        storage.make_dir(name)
+        storage.write(f"{name}/first", b"1")
+    except OSError as error:
+        raise StorageError(
+            f"{without_password(storage.url)}: nothing can be written there, so that nothing can be tested: "
+            f"{error.strerror or error}"
+        ) from None
 
 
 def _free_port() -> int:
