@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         restore_random_state,
     )
     from nxd_ckpt.reshard.whole_tag import GlobalTensor
-    from nxd_ckpt.save.pending import PendingSave
+    from nxd_ckpt.saving.pending import PendingSave
     from nxd_ckpt.tag.listing import list_checkpoints
 
 __all__ = [
@@ -126,7 +126,7 @@ _MODULE_OF = {
     "GlobalTensor": "reshard.whole_tag",
     "Last": "core.retention",
     "Partition": "core.partition",
-    "PendingSave": "save.pending",
+    "PendingSave": "saving.pending",
     "ResumeProbe": "examine.resume_probe",
     "Section": "core.partition",
     "Tier": "commit.tier",

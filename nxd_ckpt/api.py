@@ -27,10 +27,10 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.effects import Event, in_forked_children
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import DirectoryKeywords, LoadCheckpointKeywords, SaveCheckpointKeywords
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions, DirectoryOptions
-from nxd_ckpt.save.options import SaveOptions
-from nxd_ckpt.save.pending import PendingSave
+from nxd_ckpt.saving.options import SaveOptions
+from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tiers.tiers import Tiers
 
@@ -86,7 +86,7 @@ def save_checkpoint(
     """Save a checkpoint; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
-    `nxd_ckpt.save.options.SaveOptions` and, at a directory's first save in a process, of
+    `nxd_ckpt.saving.options.SaveOptions` and, at a directory's first save in a process, of
     `nxd_ckpt.options.checkpointer_options.CheckpointerOptions`. The returned future can be awaited.
 
     Args:
@@ -142,7 +142,7 @@ def load_checkpoint(
     """Load a checkpoint into live objects and return its user content; every rank calls this with the same arguments.
 
     Positional parameters are neuronx_distributed's; the keywords are the fields of
-    `nxd_ckpt.load.options.LoadOptions` and of `nxd_ckpt.options.checkpointer_options.DirectoryOptions`. Objects that
+    `nxd_ckpt.loading.options.LoadOptions` and of `nxd_ckpt.options.checkpointer_options.DirectoryOptions`. Objects that
     are None are not loaded, and empty dicts are filled.
 
     Args:

@@ -20,9 +20,9 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 # From bottom to top: a module imports from its own folder and from those before. "" is nxd_ckpt/__init__.py itself.
 ORDER = (
     *("surroundings", "errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live"),
-    *("coordination", "tag", "reshard", "commit", "hugging_face", "save", "load", "keywords", "output", "torch_dcp"),
-    *("conversion", "migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune", "converting"),
-    *("verify", "adapters", "dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
+    *("coordination", "tag", "reshard", "commit", "hugging_face", "saving", "loading", "keywords", "output"),
+    *("torch_dcp", "conversion", "migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune"),
+    *("converting", "verify", "adapters", "dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
 )
 LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}
 
@@ -35,7 +35,7 @@ IMPURE = {
 }
 
 # What runs in a simulated world asks nxd_ckpt.effects for time and threads; peers watches connections of the system's.
-SIMULATED = ("coordination", "tag", "reshard", "commit", "hugging_face", "save", "load", "checkpointer")
+SIMULATED = ("coordination", "tag", "reshard", "commit", "hugging_face", "saving", "loading", "checkpointer")
 TIME_AND_THREADS = {"time", "threading", "queue"}
 NOT_SIMULATED = ("nxd_ckpt.coordination.peers",)
 
@@ -170,12 +170,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("nxd_ckpt.core.reads", "import torch", "is pure"),
         ("nxd_ckpt.core.reads", "def f():\n    from os.path import join", "is pure"),
         ("nxd_ckpt.formats.xser", "def f():\n    import torch_xla", "only live"),
-        ("nxd_ckpt.save.staging", "importlib.import_module('torch_xla')", "only live"),
+        ("nxd_ckpt.saving.staging", "importlib.import_module('torch_xla')", "only live"),
         ("nxd_ckpt.live.nxd", "from neuronx_distributed import trainer", "into the function"),
         ("nxd_ckpt.live.nxd", "class A:\n    import torch_xla", "into the function"),
-        ("nxd_ckpt.tag.opened", "from nxd_ckpt.save.plan import SavePlan", "imports point down"),
+        ("nxd_ckpt.tag.opened", "from nxd_ckpt.saving.plan import SavePlan", "imports point down"),
         ("nxd_ckpt.coordination.lease", "from nxd_ckpt.commit import voting", "imports point down"),
-        ("nxd_ckpt.load.loading", "from nxd_ckpt.torch_dcp.storage_reader import StorageReader", "imports point down"),
+        ("nxd_ckpt.loading.load", "from nxd_ckpt.torch_dcp.storage_reader import StorageReader", "imports point down"),
         ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt import api", "imports point down"),
         ("nxd_ckpt.commit.voting", "import time", "effects gives time"),
         ("nxd_ckpt.utils", "", "is in no layer"),
@@ -195,7 +195,7 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
         ("nxd_ckpt.core.reads", "from . import box\nfrom ..errors import ShapeMismatch"),
         ("nxd_ckpt.cli", "from nxd_ckpt import api, converting, errors"),
         ("nxd_ckpt", "from nxd_ckpt.api import save_checkpoint"),
-        ("nxd_ckpt.load.loading", "from nxd_ckpt.tag.opened import OpenTag"),
+        ("nxd_ckpt.loading.load", "from nxd_ckpt.tag.opened import OpenTag"),
         ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt.output.source import open_source"),
         ("nxd_ckpt.live.nxd", "def f():\n    import torch_xla"),
         ("nxd_ckpt.live.nxd", "if TYPE_CHECKING:\n    import torch_xla"),

@@ -38,7 +38,7 @@ from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.live.model_names import CONFIG, is_adapter
-from nxd_ckpt.load.attempt import OneModelTag, RenamedTag, unwrapped
+from nxd_ckpt.loading.attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import Location, locate_apart
@@ -55,7 +55,7 @@ from nxd_ckpt.output.model_files import (
 )
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import Source
-from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX

@@ -23,7 +23,7 @@ from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import StateTensor
-from nxd_ckpt.load.attempt import unwrapped
+from nxd_ckpt.loading.attempt import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state

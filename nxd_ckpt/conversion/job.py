@@ -13,7 +13,7 @@ from nxd_ckpt.core.retention import Metrics
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTerms
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
-from nxd_ckpt.load.parts import positions_together
+from nxd_ckpt.loading.parts import positions_together
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.target import Target

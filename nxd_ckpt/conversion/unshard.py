@@ -28,7 +28,7 @@ from nxd_ckpt.output.output import Kind, Output
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag

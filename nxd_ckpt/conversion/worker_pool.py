@@ -35,8 +35,8 @@ from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout, to_wire
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.output.image_writer import TOGETHER, write_images
-from nxd_ckpt.save.plan import SavePlan, plan_save
-from nxd_ckpt.save.writing import FileWriter, write_index
+from nxd_ckpt.saving.plan import SavePlan, plan_save
+from nxd_ckpt.saving.writing import FileWriter, write_index
 from nxd_ckpt.storage.transfer import Progress
 
 

@@ -27,9 +27,9 @@ from nxd_ckpt.drop_in.import_hook import ImportHook
 from nxd_ckpt.drop_in.io_state import IOState
 from nxd_ckpt.drop_in.settings import Settings
 from nxd_ckpt.keywords import InstallKeywords
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
-from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.saving.options import SaveOptions
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -29,7 +29,7 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.files import MissingTensor, TagFiles

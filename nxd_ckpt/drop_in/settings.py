@@ -10,9 +10,9 @@ from typing import Any
 
 from nxd_ckpt import api
 from nxd_ckpt.commit.tier import Tier, checked_tiers
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, DirectoryOptions
-from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.storage.urls import StrPath, overlap
 
 _COMPILING = "NEURON_EXTRACT_GRAPHS_ONLY"

@@ -46,7 +46,7 @@ from nxd_ckpt.integrations.trainer_tags import (
     require_one_writer,
     tag_of,
 )
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 
 _CHECKPOINTS = "checkpoints"

@@ -50,8 +50,8 @@ from nxd_ckpt.keywords import SaveCheckpointKeywords
 from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.output.locations import Location, location_of
-from nxd_ckpt.save.options import SaveOptions
-from nxd_ckpt.save.pending import PendingSave
+from nxd_ckpt.saving.options import SaveOptions
+from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage, options_for
 

@@ -28,7 +28,7 @@ from nxd_ckpt.core.option_classes import split_options
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
-from nxd_ckpt.save.pending import PendingSave
+from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import is_mount_point

@@ -22,7 +22,7 @@ from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
-from nxd_ckpt.load.attempt import RenamedTag
+from nxd_ckpt.loading.attempt import RenamedTag
 from nxd_ckpt.migrate.family import completed, refuse_other_model
 from nxd_ckpt.migrate.source import find_origin
 from nxd_ckpt.options.conversion import ConvertOptions

@@ -13,7 +13,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.live.parameters import is_tensor
-from nxd_ckpt.load.attempt import unwrapped
+from nxd_ckpt.loading.attempt import unwrapped
 from nxd_ckpt.migrate.optimum_metadata import (
     SHARDED_METADATA,
     json_object,

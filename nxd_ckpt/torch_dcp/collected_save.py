@@ -34,12 +34,12 @@ from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, itemsize, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.save.background import Helpers
-from nxd_ckpt.save.plan import SavePlan
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.save.staging import Stager
-from nxd_ckpt.save.waves import plan_waves
-from nxd_ckpt.save.writing import WRITERS, FileWriter, write_index, write_small
+from nxd_ckpt.saving.background import Helpers
+from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.staging import Stager
+from nxd_ckpt.saving.waves import plan_waves
+from nxd_ckpt.saving.writing import WRITERS, FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.tag.foreign.dcp_directory import DcpTrees
 

@@ -28,7 +28,7 @@ from nxd_ckpt.errors import (
     StorageError,
     UnsupportedState,
 )
-from nxd_ckpt.load.options import Verify
+from nxd_ckpt.loading.options import Verify
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.interop.saving import save_as_every_rank

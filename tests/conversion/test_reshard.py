@@ -13,7 +13,7 @@ from nxd_ckpt import Partition, Topology, convert, load_checkpoint, open_checkpo
 from nxd_ckpt.conversion import worker_pool
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.save.plan import SavePlan, plan_save
+from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import as_nxd, contents, save_example
 from tests.golden.checkpoints import saved

@@ -18,7 +18,7 @@ from nxd_ckpt.core.names import DONE, MANIFEST
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
-from nxd_ckpt.save.writing import write_index
+from nxd_ckpt.saving.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import Pace

@@ -25,7 +25,7 @@ from nxd_ckpt.core.retention import (
 from nxd_ckpt.core.tags import TagInfo, in_order, step_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.checkpointer_options import RetentionOptions
-from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.saving.options import SaveOptions
 from tests.core.tag_infos import TAGS
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

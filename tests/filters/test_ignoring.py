@@ -12,8 +12,8 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.ignoring import Ignoring, digest
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.state import MASTER_WEIGHTS
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.options import LoadOptions
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -13,7 +13,7 @@ import nxd_ckpt
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.tag_templates import filled_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, InvalidTag, PartNotFound, SaveFailed
-from nxd_ckpt.save.options import understood
+from nxd_ckpt.saving.options import understood
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

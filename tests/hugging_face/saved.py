@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from nxd_ckpt import Topology
 from nxd_ckpt.core.names import rank_file
 from nxd_ckpt.output import image_writer
-from nxd_ckpt.save import waves
+from nxd_ckpt.saving import waves
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from tests.hugging_face.reference import Job, Model, State
 from tests.interop.saving import save_as_every_rank

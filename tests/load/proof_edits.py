@@ -20,7 +20,7 @@ from tests.support.processes import FORKED
 PROOF, NAMES, NOTHING = "ResumeDiffers", "the names of tag and live objects", "nothing"
 _SECONDS = 300.0
 
-_LIVE, _LOAD, _RESHARD, _SAVE = "nxd_ckpt/live/", "nxd_ckpt/load/", "nxd_ckpt/reshard/", "nxd_ckpt/save/"
+_LIVE, _LOAD, _RESHARD, _SAVE = "nxd_ckpt/live/", "nxd_ckpt/loading/", "nxd_ckpt/reshard/", "nxd_ckpt/saving/"
 _STATE, _MODEL, _PLAIN, _ZERO1 = (f"{_LIVE}{name}.py" for name in ("optimizer_state", "model", "plain", "zero1"))
 _ATTEMPT, _OVER, _PLANNER, _PARTS, _TREES = (
     f"{_LOAD}{name}.py" for name in ("attempt", "overwriting", "planner", "parts", "trees")

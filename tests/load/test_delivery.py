@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.load.overwriting import Delivery
+from nxd_ckpt.loading.overwriting import Delivery
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

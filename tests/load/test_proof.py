@@ -12,7 +12,7 @@ import torch
 
 from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import ResumeDiffers
-from nxd_ckpt.load import overwriting
+from nxd_ckpt.loading import overwriting
 from tests.examine.runs import Run
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, local_state, write_model
@@ -77,7 +77,7 @@ def _skips(fill_model: Callable[..., None]) -> Callable[..., None]:
 
 def test_a_fault_of_the_load_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that our own code does not fill, in place of a fault that nobody knows yet."""
-    monkeypatch.setattr("nxd_ckpt.load.attempt.fill_model", _skips(overwriting.fill_model))
+    monkeypatch.setattr("nxd_ckpt.loading.attempt.fill_model", _skips(overwriting.fill_model))
     with pytest.raises(ResumeDiffers, match=r"model/0\.weight: .* Do not train on from this state"):
         _load(directory, Run(seed=1))
 

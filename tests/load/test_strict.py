@@ -16,8 +16,8 @@ import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.errors import CheckpointError, KeyMismatch
-from nxd_ckpt.load.loading import load
-from nxd_ckpt.load.options import LoadOptions, LoadRequest
+from nxd_ckpt.loading.load import load
+from nxd_ckpt.loading.options import LoadOptions, LoadRequest
 from nxd_ckpt.storage.local import LocalStorage
 from tests.filters.named import Named, stepped
 from tests.support.rank_pool import RankPool

@@ -21,7 +21,7 @@ from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, Shard
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.state import State, StateTensor
-from nxd_ckpt.save.mesh_plan import WORTH_A_WRITER, MeshPlan
+from nxd_ckpt.saving.mesh_plan import WORTH_A_WRITER, MeshPlan
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference

@@ -40,7 +40,7 @@ TESTS: dict[str, list[str]] = {
     "coordination/journal": ["tests/coordination/test_journal.py", "tests/coordination/test_taken_over.py"],
     "coordination/lease": ["tests/coordination/test_lease.py"],
     "live/ignoring": _FILTERS,
-    "load/filters": _FILTERS,
+    "loading/filters": _FILTERS,
     "commit/commit": _COMMIT,
     "commit/publication": ["tests/commit/test_publication.py", "tests/coordination/test_taken_over.py"],
 }

@@ -34,10 +34,10 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions, JobOptions, PreemptionOptions
 from nxd_ckpt.options.execution import OpenOptions
-from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.saving.options import SaveOptions
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

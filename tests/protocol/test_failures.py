@@ -20,9 +20,9 @@ import torch
 
 from nxd_ckpt.coordination.paths import JOURNAL
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
-from nxd_ckpt.save.planned_file import PlannedFile
-from nxd_ckpt.save.staging import Stager
-from nxd_ckpt.save.waves import Wave
+from nxd_ckpt.saving.planned_file import PlannedFile
+from nxd_ckpt.saving.staging import Stager
+from nxd_ckpt.saving.waves import Wave
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.local_files import LocalWriter
@@ -272,7 +272,7 @@ def test_a_live_rank_that_never_votes_is_not_waited_for_for_ever(
 
 def reports_of_a_slow_save(rank: int, path: Path, slow_rank: int) -> list[str]:
     """What ``slow_rank`` said of its progress before each chunk of its file, and at the end of it."""
-    from nxd_ckpt.save import writing
+    from nxd_ckpt.saving import writing
 
     vars(writing)["CHUNK"] = 4096
     found: list[str] = []

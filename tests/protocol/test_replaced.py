@@ -32,8 +32,8 @@ from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, PartNotFound, TagReplaced
 from nxd_ckpt.examine.diff import diff_checkpoints
-from nxd_ckpt.load.loading import load as load_on_ranks
-from nxd_ckpt.load.options import LoadRequest
+from nxd_ckpt.loading.load import load as load_on_ranks
+from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage

@@ -9,9 +9,9 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.partition import Partition, Piece, Section
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.save.capture import capture
-from nxd_ckpt.save.options import SaveOptions
-from nxd_ckpt.save.plan import plan_save
+from nxd_ckpt.saving.capture import capture
+from nxd_ckpt.saving.options import SaveOptions
+from nxd_ckpt.saving.plan import plan_save
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nxd_ckpt import Checkpointer, Partition, Topology, open_checkpoint
 from nxd_ckpt.errors import SaveFailed, UnsupportedState
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.save.plan import SavePlan, plan_save
+from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
@@ -496,7 +496,7 @@ def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         planned.append(state)
         return plan_save(state, *where)
 
-    monkeypatch.setattr("nxd_ckpt.save.planner.plan_save", counted_plan)
+    monkeypatch.setattr("nxd_ckpt.saving.planner.plan_save", counted_plan)
     found = trained()
     with Checkpointer(tmp_path, durable=False) as saver:
         for number in range(4):

@@ -24,10 +24,10 @@ from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.live.named_models import open_model
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.load_context import load_context
-from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.load.planner import LoadPlanner
+from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.load_context import load_context
+from nxd_ckpt.loading.options import LoadOptions
+from nxd_ckpt.loading.planner import LoadPlanner
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opened import open_complete_tag

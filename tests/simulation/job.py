@@ -341,7 +341,7 @@ def among(jobs: list[Job], world: World) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nxd_ckpt.checkpointer.meet", meet)
         patch.setattr("nxd_ckpt.checkpointer.versions", dict)
-        patch.setattr("nxd_ckpt.save.pipeline.WRITERS", WRITERS)
+        patch.setattr("nxd_ckpt.saving.pipeline.WRITERS", WRITERS)
         patch.setattr("nxd_ckpt.commit.session.forget_slots", lambda run_id: None)
         yield
 

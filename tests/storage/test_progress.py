@@ -15,7 +15,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology
 from nxd_ckpt.formats.copying import copy_values
-from nxd_ckpt.save import staging
+from nxd_ckpt.saving import staging
 from nxd_ckpt.storage import progress
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter, watched

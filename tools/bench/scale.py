@@ -45,12 +45,12 @@ from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, StateTensor
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.load_context import load_context
-from nxd_ckpt.load.options import LoadOptions
-from nxd_ckpt.load.planner import LoadPlanner
-from nxd_ckpt.save.plan import SavePlan, plan_save
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.load_context import load_context
+from nxd_ckpt.loading.options import LoadOptions
+from nxd_ckpt.loading.planner import LoadPlanner
+from nxd_ckpt.saving.plan import SavePlan, plan_save
+from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opened import open_complete_tag

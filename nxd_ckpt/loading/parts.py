@@ -25,8 +25,8 @@ from nxd_ckpt.formats.tensors import TENSORS, TensorReference
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.options import LoadRequest
+from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.surroundings import as_called
 from nxd_ckpt.tag.opened import OpenTag
 

@@ -26,8 +26,8 @@ from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.live.dtensor import plain_names
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.load.collective_checks import ComparedNames
-from nxd_ckpt.load.options import LoadRequest
+from nxd_ckpt.loading.collective_checks import ComparedNames
+from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of
 from nxd_ckpt.tag.mappings import find_mapping, is_known, own_names, text_config

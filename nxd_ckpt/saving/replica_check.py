@@ -20,9 +20,9 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.save.mesh_plan import mesh_among
-from nxd_ckpt.save.plan import SavePlan
-from nxd_ckpt.save.planner import Planner
+from nxd_ckpt.saving.mesh_plan import mesh_among
+from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.planner import Planner
 
 _Lines = dict[str, list[Any]]
 """dtype, shape, placements and number of the mesh of each tensor, by name."""

@@ -21,8 +21,8 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import Placed, described_layout
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.state import State, StateTensor
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.save.replicas import Copy
+from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.replicas import Copy
 
 WORTH_A_WRITER = 64 * 2**20
 """Bytes of tensors for which one more replica writes: a load reads the index of each rank that wrote."""

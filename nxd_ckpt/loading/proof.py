@@ -1,6 +1,6 @@
 """Proof of a load: live objects, captured again as a save captures them, are what the load meant to put there.
 
-Beside values and digests (`nxd_ckpt.load.comparison`) these are names, ties, strides, and where tensors come from.
+Beside values and digests (`nxd_ckpt.loading.comparison`) these are names, ties, strides, and where tensors come from.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from nxd_ckpt.live.state import MASTER_WEIGHTS, State, StateTensor
 from nxd_ckpt.live.state_names import SECTIONS, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
-from nxd_ckpt.load.comparison import Comparison, Digests
-from nxd_ckpt.load.load_context import LoadContext, live_optimizer
-from nxd_ckpt.load.provenance import Provenance
-from nxd_ckpt.load.trees import LoadTrees
+from nxd_ckpt.loading.comparison import Comparison, Digests
+from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
+from nxd_ckpt.loading.provenance import Provenance
+from nxd_ckpt.loading.trees import LoadTrees
 from nxd_ckpt.reshard.plain_values import ABSENT
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 

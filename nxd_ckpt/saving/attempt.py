@@ -1,4 +1,4 @@
-"""One save on one rank: its request, its opening, and its files; `nxd_ckpt.save.ballot` decides it.
+"""One save on one rank: its request, its opening, and its files; `nxd_ckpt.saving.ballot` decides it.
 
 The effects of an attempt, in order, on the background thread. A failure becomes this rank's vote. An exit that is
 raised there does, too: it cannot end the process, and must not leave the save undecided.
@@ -36,10 +36,10 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
-from nxd_ckpt.save.options import SaveOptions
-from nxd_ckpt.save.plan import SavePlan
-from nxd_ckpt.save.waves import Wave
-from nxd_ckpt.save.writing import FileWriter, parent_of
+from nxd_ckpt.saving.options import SaveOptions
+from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.waves import Wave
+from nxd_ckpt.saving.writing import FileWriter, parent_of
 from nxd_ckpt.storage.throttle import Pace
 
 logger = logging.getLogger("nxd_ckpt")

@@ -17,8 +17,8 @@ from nxd_ckpt.errors import (
     TagReplaced,
     UnreadableFormat,
 )
-from nxd_ckpt.load.options import LoadRequest
-from nxd_ckpt.load.overwriting import PARTLY
+from nxd_ckpt.loading.options import LoadRequest
+from nxd_ckpt.loading.overwriting import PARTLY
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.known_damage import note_damage

@@ -25,8 +25,8 @@ from nxd_ckpt.formats.tensors import Path, byte_view, children_of, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state_names import Container, is_in, values_in
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.save.waves import Wave
+from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.waves import Wave
 
 LARGE = 2**20
 """Bytes from which on samples of a tensor are compared."""

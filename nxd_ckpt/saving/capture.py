@@ -31,7 +31,7 @@ from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
-from nxd_ckpt.save.options import SaveOptions
+from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.tag.state_dicts import is_model, is_optimizer
 
 logger = logging.getLogger("nxd_ckpt")

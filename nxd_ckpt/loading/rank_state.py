@@ -13,7 +13,7 @@ from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.live.dtensor import Placed, described_layout
 from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, is_in, leaf_name, replaced, values_in
-from nxd_ckpt.load.filters import Filter
+from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
 
 

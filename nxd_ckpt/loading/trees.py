@@ -17,8 +17,8 @@ from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import Keeps, OptimizerAdapter, keeps_nothing
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
-from nxd_ckpt.load.collective_checks import ComparedNames
-from nxd_ckpt.load.rank_state import RankState
+from nxd_ckpt.loading.collective_checks import ComparedNames
+from nxd_ckpt.loading.rank_state import RankState
 from nxd_ckpt.tag.reading import Leaf
 
 

@@ -18,8 +18,8 @@ from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.core.suggestions import first_of, listed, prefix_advice, renaming_advice
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, RanksDisagree
 from nxd_ckpt.live.ignoring import digest
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.options import LoadOptions, LoadRequest
+from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.options import LoadOptions, LoadRequest
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -41,9 +41,9 @@ from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state import ModelState, State
 from nxd_ckpt.live.zero1 import MASTERS
-from nxd_ckpt.save.mesh_plan import MeshPlan
-from nxd_ckpt.save.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.save.replicas import Copy, Replicas
+from nxd_ckpt.saving.mesh_plan import MeshPlan
+from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.replicas import Copy, Replicas
 
 logger = logging.getLogger("nxd_ckpt")
 

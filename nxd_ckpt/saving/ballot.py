@@ -30,13 +30,13 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
-from nxd_ckpt.save.attempt import AttemptFiles, SaveAttempt, failure_of
-from nxd_ckpt.save.given_files import take
-from nxd_ckpt.save.plan import SavePlan
-from nxd_ckpt.save.replicas import Own
-from nxd_ckpt.save.staging import Stager
-from nxd_ckpt.save.waves import plan_waves
-from nxd_ckpt.save.writing import FileWriter, write_index, write_small
+from nxd_ckpt.saving.attempt import AttemptFiles, SaveAttempt, failure_of
+from nxd_ckpt.saving.given_files import take
+from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.replicas import Own
+from nxd_ckpt.saving.staging import Stager
+from nxd_ckpt.saving.waves import plan_waves
+from nxd_ckpt.saving.writing import FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata

@@ -27,14 +27,14 @@ from nxd_ckpt.live.dtensor import names_without_wrappers, plain_names
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.state_names import is_in, parameter_sections
-from nxd_ckpt.load.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
-from nxd_ckpt.load.comparison import Digests, Witness, is_proved, judge
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.load_context import LoadContext, load_context
-from nxd_ckpt.load.mapped_weights import MappedWeights
-from nxd_ckpt.load.options import LoadRequest
-from nxd_ckpt.load.overwriting import fill_model, nbytes_of, overwriting, refuse_lost_elements
-from nxd_ckpt.load.parts import (
+from nxd_ckpt.loading.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
+from nxd_ckpt.loading.comparison import Digests, Witness, is_proved, judge
+from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.load_context import LoadContext, load_context
+from nxd_ckpt.loading.mapped_weights import MappedWeights
+from nxd_ckpt.loading.options import LoadRequest
+from nxd_ckpt.loading.overwriting import fill_model, nbytes_of, overwriting, refuse_lost_elements
+from nxd_ckpt.loading.parts import (
     check_scheduler,
     demand,
     keeps_rates,
@@ -44,12 +44,12 @@ from nxd_ckpt.load.parts import (
     refuse_forgotten,
     require_taken,
 )
-from nxd_ckpt.load.planner import LoadPlanner
-from nxd_ckpt.load.proof import Proof
-from nxd_ckpt.load.replicas import SharedReads, delivery_of, open_shared_reads
-from nxd_ckpt.load.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
-from nxd_ckpt.load.shares import ReplicaShares, agree_on_shares
-from nxd_ckpt.load.trees import LoadTrees
+from nxd_ckpt.loading.planner import LoadPlanner
+from nxd_ckpt.loading.proof import Proof
+from nxd_ckpt.loading.replicas import SharedReads, delivery_of, open_shared_reads
+from nxd_ckpt.loading.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
+from nxd_ckpt.loading.shares import ReplicaShares, agree_on_shares
+from nxd_ckpt.loading.trees import LoadTrees
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage

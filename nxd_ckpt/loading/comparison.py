@@ -26,8 +26,8 @@ from nxd_ckpt.live.optimizer_state import Slot
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.live.torch_xla import to_cpu
-from nxd_ckpt.load.live_digests import SMALL, LiveDigests, digest_at_once
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.live_digests import SMALL, LiveDigests, digest_at_once
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 

@@ -22,8 +22,8 @@ from nxd_ckpt.coordination.agreement import Agreement, on_all
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.errors import CheckpointError, ReplicaLost
 from nxd_ckpt.formats.tensors import byte_view
-from nxd_ckpt.load.overwriting import Delivery, Fill
-from nxd_ckpt.load.shares import ReplicaGroup, ReplicaShares
+from nxd_ckpt.loading.overwriting import Delivery, Fill
+from nxd_ckpt.loading.shares import ReplicaGroup, ReplicaShares
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
@@ -122,7 +122,7 @@ class Broadcast(Closing):
 
 
 class SharedReads(Closing):
-    """The reads of this rank's load, in turns that all replicas take in one order (`nxd_ckpt.load.overwriting.Reads`).
+    """The reads of this rank's load, in turns that all replicas take in one order (`overwriting.Reads`).
 
     What this rank owns, or loads alone, is begun at once; in its turn, it is awaited and sent. So all members of a
     group read at the same time, a bounded number of bytes ahead of what is sent. An error waits for this rank's next

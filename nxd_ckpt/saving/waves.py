@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.formats.image import Image
-from nxd_ckpt.save.planned_file import PlannedFile
+from nxd_ckpt.saving.planned_file import PlannedFile
 
 _ALIGNMENT = 4096
 """Memory and file agree on where multiples of this are, so that all but the ends of a span can be written directly."""

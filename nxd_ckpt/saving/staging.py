@@ -15,8 +15,8 @@ import torch
 from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.save.planned_file import PlannedFile
-from nxd_ckpt.save.waves import Span, Wave, end_of, views_of
+from nxd_ckpt.saving.planned_file import PlannedFile
+from nxd_ckpt.saving.waves import Span, Wave, end_of, views_of
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.storage.progress import Counter
 

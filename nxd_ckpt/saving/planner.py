@@ -27,9 +27,9 @@ from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.live.parameters import form_of
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state_names import leaf_name
-from nxd_ckpt.save.plan import SavePlan, plan_objects, plan_save
-from nxd_ckpt.save.planned_file import PlannedFile
-from nxd_ckpt.save.replicas import LARGE, Copy, Replicas, Values, is_below
+from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
+from nxd_ckpt.saving.planned_file import PlannedFile
+from nxd_ckpt.saving.replicas import LARGE, Copy, Replicas, Values, is_below
 from nxd_ckpt.tag.state_dicts import checked_optimizer
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})

@@ -30,13 +30,13 @@ from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.live.state_names import PARAM_GROUPS, without
 from nxd_ckpt.live.zero1 import MASTERS
-from nxd_ckpt.load.collective_checks import ComparedNames
-from nxd_ckpt.load.load_context import LoadContext
-from nxd_ckpt.load.mapped_weights import MappedWeights
-from nxd_ckpt.load.parts import require_kinds
-from nxd_ckpt.load.rank_state import rank_state
-from nxd_ckpt.load.tied import refuse_unequal_ties, unequal_ties
-from nxd_ckpt.load.trees import LoadTrees, local_tree, part_of
+from nxd_ckpt.loading.collective_checks import ComparedNames
+from nxd_ckpt.loading.load_context import LoadContext
+from nxd_ckpt.loading.mapped_weights import MappedWeights
+from nxd_ckpt.loading.parts import require_kinds
+from nxd_ckpt.loading.rank_state import rank_state
+from nxd_ckpt.loading.tied import refuse_unequal_ties, unequal_ties
+from nxd_ckpt.loading.trees import LoadTrees, local_tree, part_of
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import check_partitions
 from nxd_ckpt.reshard.saved_optimizer import is_number

@@ -29,11 +29,11 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live.parameters import refuse_fake_mode
-from nxd_ckpt.load.attempt import LoadAttempt, PreparedLoad, open_cache
-from nxd_ckpt.load.collective_checks import filter_summary
-from nxd_ckpt.load.options import LoadRequest
-from nxd_ckpt.load.overwriting import overwriting
-from nxd_ckpt.load.retries import LoadRetries
+from nxd_ckpt.loading.attempt import LoadAttempt, PreparedLoad, open_cache
+from nxd_ckpt.loading.collective_checks import filter_summary
+from nxd_ckpt.loading.options import LoadRequest
+from nxd_ckpt.loading.overwriting import overwriting
+from nxd_ckpt.loading.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
 from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path

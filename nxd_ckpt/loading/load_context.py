@@ -16,8 +16,8 @@ from nxd_ckpt.live.model_names import is_adapter
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter
-from nxd_ckpt.load.filters import Filter
-from nxd_ckpt.load.options import LoadOptions
+from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import ReshardedState
 from nxd_ckpt.reshard.resharding import checked_partitions, rescaled

@@ -16,17 +16,17 @@ from nxd_ckpt.core.votes import plan_difference
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.save.attempt import SaveAttempt
-from nxd_ckpt.save.background import Helpers, Worker
-from nxd_ckpt.save.ballot import Ballot, tidy
-from nxd_ckpt.save.pending import SaveProgress
-from nxd_ckpt.save.plan import SavePlan
-from nxd_ckpt.save.planner import Planner
-from nxd_ckpt.save.replica_check import agree_on_groups, mesh_summary
-from nxd_ckpt.save.staging import Stager
-from nxd_ckpt.save.staging_buffers import buffers_of
-from nxd_ckpt.save.waves import Wave, end_of, plan_waves
-from nxd_ckpt.save.writing import WRITERS
+from nxd_ckpt.saving.attempt import SaveAttempt
+from nxd_ckpt.saving.background import Helpers, Worker
+from nxd_ckpt.saving.ballot import Ballot, tidy
+from nxd_ckpt.saving.pending import SaveProgress
+from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.planner import Planner
+from nxd_ckpt.saving.replica_check import agree_on_groups, mesh_summary
+from nxd_ckpt.saving.staging import Stager
+from nxd_ckpt.saving.staging_buffers import buffers_of
+from nxd_ckpt.saving.waves import Wave, end_of, plan_waves
+from nxd_ckpt.saving.writing import WRITERS
 from nxd_ckpt.storage.arena import whole_pages
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.throttle import Pace

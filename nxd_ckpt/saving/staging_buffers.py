@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.waiting import pause_after
-from nxd_ckpt.save.options import local_world_size
-from nxd_ckpt.save.staging import Stager
+from nxd_ckpt.saving.options import local_world_size
+from nxd_ckpt.saving.staging import Stager
 from nxd_ckpt.storage.arena import Arena, default_cap, whole_pages
 
 _AT_ONCE = 2
