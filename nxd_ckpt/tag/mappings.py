@@ -178,7 +178,7 @@ def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> Mod
     if model_type is None:
         raise InvalidArgument(
             "the model type is not known. Pass the model's config.json, or a Hugging Face directory with one, as "
-            "config= (exports, imports, migrations); or pass mapping=, a mapping file or the name of a shipped one"
+            "config= of convert; or pass mapping=, a mapping file or the name of a shipped one"
         )
     supported = sorted(name for mapping in shipped.values() for name in mapping.model_types)
     raise InvalidArgument(

@@ -149,7 +149,7 @@ def test_a_file_is_not_called_absent(run: Run, tmp_path: Path, command: str) -> 
 def test_messages_name_options(run: Run, examples: Path, tmp_path: Path) -> None:
     """As this command spells them: not the keyword of the function that complains."""
     outcome = run("convert", "--to", "hf", examples / "zero1", tmp_path / "out")
-    assert "as --config (exports, imports, migrations); or pass --mapping" in outcome.err
+    assert "as --config of convert; or pass --mapping" in outcome.err
     outcome = run("convert", examples / "zero1", tmp_path / "out")
     assert "pass --to, one of tag, dcp, files, hf, torchtitan, tar" in outcome.err
 
