@@ -326,6 +326,7 @@ class AttemptFiles:
         """Let other ranks write; drop the files after a failure. Raises it if this rank cannot even vote."""
         attempt = self.attempt
         self._slot.close()
+        self._moved = lambda: None  # nobody waits for the slot: given files are read after it
         if attempt.error is not None and self.writer is not None:
             self.writer.abort()
         if self._is_left_out and attempt.error is not None:

@@ -116,8 +116,9 @@ def same_as_fresh(path: Path, jobs: Sequence[Job], steps: Sequence[Step], **opti
 
 
 def contents(tag: Path) -> dict[str, Any]:
-    """Every file of a tag; of the manifest, what does not name the attempt."""
+    """Every file of a tag but `done`; of the manifest, what does not name the attempt."""
     files: dict[str, Any] = {str(file.relative_to(tag)): file.read_bytes() for file in tag.rglob("*") if file.is_file()}
+    del files["done"]
     manifest = json.loads(files["manifest.json"])
     files["manifest.json"] = {key: manifest[key] for key in ("parts", "parameters", "ranks", "topology")}
     return files
