@@ -37,6 +37,15 @@ def test_a_pending_save_shows_its_caller_what_is_the_callers() -> None:
     assert {"error", "nbytes", "staged", "tag", "timings", "wait", "wait_decided"} == public - {*dir(Future)}
 
 
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_likely_names_lead_to_the_functions(name: str, tmp_path: Path) -> None:
+    """Also after a save and a load: no package of that name takes their place."""
+    save_checkpoint(tmp_path, "one", {"w": torch.ones(1)})
+    load_checkpoint(tmp_path, None, {"w": torch.ones(1)})
+    with pytest.raises(AttributeError, match=rf"did you mean {name}_checkpoint\(\)"):
+        getattr(nxd_ckpt, name)
+
+
 def test_a_pending_save_says_how_it_stands(tmp_path: Path) -> None:
     """In its repr."""
     with Checkpointer(tmp_path) as saver:
