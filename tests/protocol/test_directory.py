@@ -49,7 +49,7 @@ def second_saves(rank: int, path: Path) -> list[BaseException | None]:
     save(saver, "first", 1)
     weight = torch.ones(3)
     errors = [
-        error_of(saver, f"tag_{rank}", {"weight": weight}),
+        error_of(saver, ("left", "right")[rank], {"weight": weight}),
         error_of(saver, "xser", {"weight": weight}, use_xser=rank == 1),
         error_of(saver, "optimizer", {"weight": weight}, optimizer={"state": {}, "param_groups": []} if rank else None),
     ]
@@ -59,11 +59,14 @@ def second_saves(rank: int, path: Path) -> list[BaseException | None]:
 
 
 def test_ranks_that_disagree_in_a_later_save_are_told(tmp_path: Path) -> None:
-    """On the tag, the format, or what there is to save: RanksDisagree on all, naming ranks and values; all goes on."""
+    """On the tag, the format, or what there is to save: RanksDisagree on all, naming the values; all goes on.
+
+    A tag of an earlier step would be a save that one rank left out.
+    """
     for errors in Job(2, second_saves, tmp_path, group=True).values():
         assert [RanksDisagree] * 3 == [type(error) for error in errors]
-        assert "ranks 0 and 1" in str(errors[0])
-        assert "tag='tag_0' against 'tag_1'" in str(errors[0])
+        assert "'left'" in str(errors[0])
+        assert "'right'" in str(errors[0])
     assert ["first", "last"] == visible_tags(tmp_path)
     assert 2 == saved_value(tmp_path, None, 2)
 
