@@ -41,7 +41,7 @@ FORMS: Mapping[tuple[Form, str], Write] = {
     ("torchtitan", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_torchtitan(dst),
     ("tar", "own"): to_tar,
 }
-"""What writes each form, with each kind of names in it."""
+"""Writer of each form with each kind of names."""
 
 _SHARED = "all_ranks timeout"
 _KEYS = "model_key optim_key"

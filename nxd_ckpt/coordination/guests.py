@@ -57,6 +57,11 @@ def given_to(storage: Storage, key: str) -> Collection[str]:
         return ()
 
 
+def given_entries(storage: Storage, key: str) -> set[str]:
+    """Return the names in the directory ``key``, of files and directories, that files were given to its save under."""
+    return {file.partition("/")[0] for file in given_to(storage, key)}
+
+
 def guests_of(storage: Storage, key: str) -> list[Entry]:
     """Return the guests in the directory ``key`` that no save was given; of a directory of such, not what is in it."""
     waiting, guests = [entry for entry in entries_of(storage, key) if entry.is_guest], list[Entry]()

@@ -15,7 +15,7 @@ TagValues = Annotated[Mapping[str, Any], Kind("a dict of values by name", plain_
 """Values of a template's fields."""
 
 _NUMBER = r"[-+]?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?"
-"""What a field without a value stands for. Text is not searched for: "ep{epoch}" would fit "ep3-ba400", too."""
+"""Pattern of a field without a value: numbers only. With text "ep{epoch}" would fit "ep3-ba400", too."""
 
 
 def filled_tag(template: object, values: Mapping[str, Any] | None, known: Mapping[str, Any]) -> object:

@@ -164,8 +164,8 @@ def run_selftest(
         plan |= {"nbytes": nbytes, "emulated": device == "xla" and find_spec("libneuronxla") is None}
         run = _Run(Path(local), plan, list(range(world)) if ours else [int(os.environ["RANK"])], world, ours)
         died = run.job("killed", begun + timeout / 2)
-        told = next((note["detail"] for note in run.notes("killed") if "detail" in note), None)
-        run.plan["killed"] = (told, f"{died}; {run.last_line('killed')}")
+        detail = next((note["detail"] for note in run.notes("killed") if "detail" in note), None)
+        run.plan["killed"] = (detail, f"{died}; {run.last_line('killed')}")
         ended = run.job("checks", begun + timeout)
         if run.ranks[0] != 0:
             return None
@@ -242,9 +242,9 @@ class _Run:
         """Return all results. A check without one, and a job that did not end as it should, have failed."""
         notes = list(self.notes("checks"))
         device = next((note["device"] for note in notes if "device" in note), str(self.plan["device"]))
-        found = {note["name"]: note for note in notes if "outcome" in note}
+        by_name = {note["name"]: note for note in notes if "outcome" in note}
         why = f"it did not come to an end: {self.last_line('checks') or ended}"
-        results = [found.get(each, asdict(CheckResult(each, "failed", why))) for each in checks_for(device)]
+        results = [by_name.get(each, asdict(CheckResult(each, "failed", why))) for each in checks_for(device)]
         well = all(result["outcome"] != "failed" for result in results)
         report = {"ok": well, "device": device, "ranks": self.world, "results": results}
         return report | {"environment": safe_environment(os.environ), "logs": {} if well else self.logs("*")}

@@ -32,7 +32,7 @@ They lie in the header because other programs keep it together with the bytes, o
 """
 
 REWRITTEN = f". If another program wrote it since, and kept our digests: write it without {DIGESTS!r} in its {METADATA}"
-"""What to do, for messages, if a file has not the digests that it carries."""
+"""Advice in errors of a file that has not the digests that it carries."""
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100_000_000

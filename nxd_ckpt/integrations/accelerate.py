@@ -155,11 +155,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         models = [self.unwrap_model(model) for model in self._models]
         if not models:
             raise UnsupportedState("no model was prepared: prepare one, or use accelerate.Accelerator")
-        held, own, others = set[int](), list[Any](), list[Any]()
+        covered, own, others = set[int](), list[Any](), list[Any]()
         for wrapped in self._optimizers:
             parameters = {id(each) for group in wrapped.optimizer.param_groups for each in group["params"]}
-            (others if parameters & held else own).append(wrapped)
-            held |= parameters
+            (others if parameters & covered else own).append(wrapped)
+            covered |= parameters
         return _by_name("model", models), _by_name("optimizer", [each.optimizer for each in own]), others
 
     def _load_models(self, found: TrainerTag, given: Mapping[str, Any]) -> None:

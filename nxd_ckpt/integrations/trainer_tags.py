@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.guests import given_to
+from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.coordination.paths import PINS, STAGING
 from nxd_ckpt.core.names import DONE, HIDDEN, INDEX_DIR, MANIFEST, MARKER, SCHEDULER
 from nxd_ckpt.core.option_classes import split_options
@@ -144,15 +144,15 @@ class TrainerSaves:
         """
         storage = self._storage
         try:
-            given = {file.partition("/")[0] for file in given_to(storage, self._name)} if self._former else ()
+            given = given_entries(storage, self._name) if self._former else ()
             for file in self._former:
                 if file not in given:
                     storage.remove(f"{self._name}/{file}")
             names = oldest_first(self.directory, self._numbered) if self._limit else []
             surplus = [name for name in names[: -(self._limit or 0)] if name not in (self._best, self._name)]
             for name in surplus:
-                found = tag_of(os.path.join(self.directory, name))
-                if found is None or found.is_sealed:
+                tag = tag_of(os.path.join(self.directory, name))
+                if tag is None or tag.is_sealed:
                     storage.rename(name, f"{self._folder}/{name}")  # it disappears at once
                     storage.sync_dir("")
         except OSError as error:
@@ -251,8 +251,8 @@ def oldest_first(directory: str, pattern: str) -> list[str]:
     names = [entry.name for _, entry in sorted(_numbers(directory, pattern)) if entry.is_dir]
     times: dict[str, float] = {}
     for name in names:
-        found = tag_of(os.path.join(directory, name))
-        info = None if found is None else find_tag(LocalStorage(found.directory), found.tag)
+        tag = tag_of(os.path.join(directory, name))
+        info = None if tag is None else find_tag(LocalStorage(tag.directory), tag.tag)
         if info is not None and info.ours and info.complete:
             times[name] = info.order_time
     by_time = iter(sorted(times, key=times.__getitem__))

@@ -52,7 +52,7 @@ class Source:
     @property
     def is_tag(self) -> bool:
         """True if it is a tag of nxd_ckpt, NxD or NxDT."""
-        return self.writer in _TAGS
+        return self.writer.writes_tags
 
     def open(self) -> OpenTag:
         """Open it.
@@ -74,9 +74,6 @@ class Source:
         if self.optimizer is False:
             opened.parts = replace(opened.parts, optimizer=None)
         return opened
-
-
-_TAGS = (Writer.NXD_CKPT, Writer.NXD, Writer.NXDT)
 
 
 def find_source(path: StrPath, options: StorageOptions | None) -> Source:

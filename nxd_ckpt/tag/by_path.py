@@ -34,7 +34,6 @@ OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of the names of files that torch.save wrote."""
 _FILES = (".safetensors", *OF_TORCH)
 _ZIP = b"PK\x03\x04"
-_TAGS = (Writer.NXD_CKPT, Writer.NXD, Writer.NXDT)
 
 
 class ByPath(NamedTuple):
@@ -55,7 +54,7 @@ class ByPath(NamedTuple):
         """
         if self.is_weights:
             return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
-        if Writer(self.writer) in _TAGS:  # whatever files of others are in it
+        if Writer(self.writer).writes_tags:  # whatever files of others are in it
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
         if not storage.is_file(key) and not is_untagged(TagFiles(storage, key).names()):
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
@@ -119,7 +118,7 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
         return None
     try:
         what = recognise(storage, key)
-        if what.writer in _TAGS:
+        if what.writer.writes_tags:
             choose(storage, what.tag)
     except (CheckpointNotFound, InvalidTag, FileNotFoundError):
         return None

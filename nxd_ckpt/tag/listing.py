@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.control_files import pinned
-from nxd_ckpt.coordination.guests import given_to
+from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.core import names
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
@@ -242,7 +242,7 @@ def _listing(
 def _guests(storage: Storage, tag: str) -> list[str]:
     entries = storage.list(tag) if tag != NO_TAG else []
     guests = [name for name, is_dir in entries if not (names.is_own_folder(name) if is_dir else names.is_own(name))]
-    given = {file.partition("/")[0] for file in given_to(storage, tag)} if guests else ()
+    given = given_entries(storage, tag) if guests else ()
     return [name for name in guests if name not in given]
 
 

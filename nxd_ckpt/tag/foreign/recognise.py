@@ -109,6 +109,11 @@ class Writer(Enum):
     TORCH_CHECKPOINTING = "torch_checkpointing"
     HUGGING_FACE = "Hugging Face transformers"
 
+    @property
+    def writes_tags(self) -> bool:
+        """True if it writes NxD's tags."""
+        return self in (Writer.NXD_CKPT, Writer.NXD, Writer.NXDT)
+
 
 @dataclass(frozen=True)
 class Recognised:
