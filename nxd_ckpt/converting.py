@@ -29,16 +29,22 @@ from nxd_ckpt.tag.foreign.recognise import Writer
 
 Write = Callable[[Source, StrPath, ConvertOptions], Converted]
 
+
+def _translated(write: Callable[[Translation, StrPath], Converted]) -> Write:
+    """Return the writer of a form whose names are another program's."""
+    return lambda source, dst, chosen: write(Translation(source, chosen), dst)
+
+
 FORMS: Mapping[tuple[Form, str], Write] = {
     ("tag", "own"): to_tag,
     ("tag", "nxd"): to_nxd_tag,
-    ("tag", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_tag(dst),
+    ("tag", "hf"): _translated(Translation.to_tag),
     ("dcp", "own"): to_dcp,
-    ("dcp", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_dcp(dst),
+    ("dcp", "hf"): _translated(Translation.to_dcp),
     ("files", "own"): to_files,
-    ("files", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_files(dst),
-    ("hf", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_hf(dst),
-    ("torchtitan", "hf"): lambda source, dst, chosen: Translation(source, chosen).to_torchtitan(dst),
+    ("files", "hf"): _translated(Translation.to_files),
+    ("hf", "hf"): _translated(Translation.to_hf),
+    ("torchtitan", "hf"): _translated(Translation.to_torchtitan),
     ("tar", "own"): to_tar,
 }
 """Writer of each form with each kind of names."""
