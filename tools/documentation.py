@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("examples/*.py"))
 DECISIONS = sorted(REPOSITORY.glob("docs/decisions/*.md"))
 OUTSIDE = {
-    "README.md": "index.md",
+    "README.md": "introduction.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "licence.md",
@@ -60,10 +60,10 @@ os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}  # argparse's help is the same
 def on_config(config: MkDocsConfig) -> None:
     """Add to the navigation what is generated."""
     sections = {title: pages for entry in config.nav or [] if isinstance(entry, dict) for title, pages in entry.items()}
-    sections["Reference"] += [{title: f"reference/{module}.md"} for module, title in REFERENCE.items()]
-    sections["How to"].append({"Examples": [{Path(path).name: OUTSIDE[path]} for path in EXAMPLES]})
+    sections["Train"].append({"Examples": [{Path(path).name: OUTSIDE[path]} for path in EXAMPLES]})
+    sections["Know"].append({"Reference": [{title: f"reference/{module}.md"} for module, title in REFERENCE.items()]})
     records = [f"decisions/{path.name}" for path in DECISIONS]
-    sections["Maintainers"].append({"Decisions": ["decisions/index.md", *records]})
+    sections["Know"].append({"Decisions": ["decisions/index.md", *records]})
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/options.md: what each function takes, as signatures and docstrings say it.
+"""The tables of docs/options.md and docs/tiers.md: what each function takes, as signatures and docstrings say it.
 
 ``python -m tests.docs.options`` writes the tables anew, in the repository's root.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from nxd_ckpt.options.checkpointer_options import DirectoryOptions
 from tests.docs.markdown import DOCS
 
-DOCUMENT = DOCS / "options.md"
+DOCUMENTS = [DOCS / "options.md", DOCS / "tiers.md"]
 ALIASES = ("path", "checkpoint_dir_str", "save_overwrite")
 """Other names for a parameter, which the text mentions."""
 
@@ -66,4 +66,5 @@ def _row(name: str, default: Any, meaning: str) -> tuple[str, str, str]:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(rendered(DOCUMENT.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(rendered(document.read_text()))

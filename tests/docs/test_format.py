@@ -1,4 +1,4 @@
-"""docs/format.md and docs/protocol.md describe the files that are written: every key, the containers, the digests."""
+"""docs/format.md, docs/directory.md and docs/protocol.md: every key that is written, the containers, the digests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.docs.markdown import DOCS, FORMAT, code_blocks, tables, unquoted
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-TABLES = {**tables(FORMAT), **tables(DOCS / "protocol.md")}
+TABLES = {**tables(FORMAT), **tables(DOCS / "directory.md"), **tables(DOCS / "protocol.md")}
 CUT = Partition(partition_dim=1, partition_stride=2, num_partitions=2, rank_ordering=(1, 0), expert=True, known=False)
 
 
