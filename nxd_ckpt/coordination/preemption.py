@@ -205,7 +205,7 @@ class SignalFlag:
                 "main thread, or give a function that says whether to stop"
             ) from error
         _installed.append(self)
-        worker_shield.keep(self.number)
+        worker_shield.shield(self.number)
 
     def remove(self) -> None:
         """Restore the previous handler, once no other flag waits.
@@ -214,8 +214,6 @@ class SignalFlag:
         """
         if self in _installed:
             _installed.remove(self)
-            if self.pid == os.getpid():
-                worker_shield.release(self.number)
         present: Any = signal.getsignal(self.number)
         if isinstance(present, _Handler) and not _waiting(self.number):
             with suppress(ValueError):  # not on the main thread: it stays
@@ -249,4 +247,14 @@ class _Handler:
         for flag in waiting:
             flag.come()
         if gives_way:
-            worker_shield.pass_on(self.before, number, frame)
+            self._pass_on(number, frame)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self.before == signal.SIG_IGN:
+            return
+        if callable(self.before):
+            self.before(number, frame)
+            return
+        present = signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        signal.signal(number, present)  # the default was not to end

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from signal import SIGTERM
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from nxd_ckpt.api import load_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
-from nxd_ckpt.coordination.worker_shield import kept
+from nxd_ckpt.coordination.worker_shield import shield
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.trainer_tags import TrainerSaves, directory_of, oldest_first, require_one_writer, tag_of
@@ -122,8 +121,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         elif resume_from_checkpoint:
             resume_from_checkpoint = directory_of(resume_from_checkpoint)
             _refuse_interrupted(resume_from_checkpoint)
-        with kept(SIGTERM) if getattr(self.args, "enable_jit_checkpoint", False) else nullcontext():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            shield(SIGTERM)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
         if self._saves is not None:
             self._saves.close()
             self._saves = None
