@@ -16,7 +16,7 @@ import pytest
 from botocore import loaders
 from hypothesis import settings
 
-from nxd_ckpt.conversion import worker_pool
+from nxd_ckpt.conversion import tag_writer
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.processes import FORKED
@@ -131,7 +131,7 @@ def s3_server() -> Iterator[S3Server]:
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of a conversion are forked by a server that has imported all; spawned ones take seconds."""
-    monkeypatch.setattr(worker_pool, "multiprocessing", SimpleNamespace(get_context=lambda _: FORKED))
+    monkeypatch.setattr(tag_writer, "multiprocessing", SimpleNamespace(get_context=lambda _: FORKED))
 
 
 @pytest.fixture(scope="session")

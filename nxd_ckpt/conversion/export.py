@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nxd_ckpt.conversion.job import Converted, ConvertedTensor
-from nxd_ckpt.conversion.worker_pool import joint_agreement
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
 from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.renaming import Renaming

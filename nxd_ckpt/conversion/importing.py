@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from nxd_ckpt.conversion.conversion import write_tag
 from nxd_ckpt.conversion.inputs import open_imported
 from nxd_ckpt.conversion.job import Converted, ConvertedTensor, Job
-from nxd_ckpt.conversion.worker_pool import joint_agreement
+from nxd_ckpt.conversion.tag_writer import write_tag
 from nxd_ckpt.coordination.agreement import on_all
+from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import TopologyMismatch, UnsupportedState

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from nxd_ckpt.conversion.conversion import write_tag
 from nxd_ckpt.conversion.job import Converted, Job, metrics_of, positions_for
+from nxd_ckpt.conversion.tag_writer import write_tag
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology

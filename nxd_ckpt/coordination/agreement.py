@@ -52,7 +52,7 @@ class Agreement(Protocol):
         """Return whether that rank's process is known to have ended. False does not mean that it lives."""
 
     def sign(self) -> None:
-        """Show ranks that wait for rank 0 that it is at work; do nothing on other ranks."""
+        """Show ranks that wait for this one that it is at work."""
 
     def secret_for(self, purpose: str) -> bytes:
         """Return 32 bytes that only the ranks of this job know, different for each purpose."""
@@ -92,7 +92,7 @@ class Words:
 
     A wait ends when the word is there, after ``timeout`` seconds without a sign of the rank that should leave it, or as
     soon as that rank, or the store itself, is known to be ``gone``. While rank 0 waits for anything, it gives signs of
-    life, so that ranks which wait for its word do not give up before it does.
+    life, so that ranks which wait for its word do not give up before it does. Any rank may give signs while it works.
     """
 
     def __init__(
@@ -161,17 +161,18 @@ class Words:
         return int(self._ask(self.store.add, key, amount))
 
     def sign(self) -> None:
-        """Show, on rank 0, that it is alive and at work. Does nothing on other ranks."""
+        """Show that this rank is alive and at work."""
         now = effects.monotonic()
-        if self._rank == 0 and now - self._signed >= _SLICE / 2:
+        if now - self._signed >= _SLICE / 2:
             self._signed = now
-            self.leave("waiting", now)
+            self.leave(_sign_key(self._rank), now)
 
     def _comes(self, key: str, began: float) -> bool:
         """Return whether the word comes within a slice of time; pauses grow with the time since ``began``."""
         started = effects.monotonic()
         within = min(_SLICE, self._timeout)
-        self.sign()
+        if self._rank == 0:
+            self.sign()
         # Not store.wait: where it times out, torch prints two warnings.
         while not self.has(key):
             now = effects.monotonic()
@@ -185,9 +186,8 @@ class Words:
         return bool(self._ask(self.store.check, [key]))
 
     def _sign_of(self, rank: int) -> bytes | None:
-        if rank != 0 or not self.has("waiting"):
-            return None
-        return bytes(self._ask(self.store.get, "waiting"))
+        key = _sign_key(rank)
+        return bytes(self._ask(self.store.get, key)) if self.has(key) else None
 
     def _ask(self, request: Callable[..., Any], *words: Any) -> Any:
         try:
@@ -197,6 +197,10 @@ class Words:
                 f"rank {self._rank} cannot reach the process group's store, which usually lives in rank 0's process: "
                 f"it is gone; look at rank 0's log ({str(error).splitlines()[0]})"
             ) from error
+
+
+def _sign_key(rank: int) -> str:
+    return f"sign/{rank}"
 
 
 class StoreAgreement:

@@ -14,8 +14,11 @@ not help a stranger. Somebody who can also write to it can take a rank's place, 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from hashlib import sha256
 from typing import Any
 
@@ -25,7 +28,7 @@ from nxd_ckpt.coordination.peers import Address, ConnectionToRank0, Rank0Connect
 from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.coordination.whereabouts import Whereabouts, answer
 from nxd_ckpt.effects import in_forked_children
-from nxd_ckpt.errors import CheckpointError, MalformedFile, PeerTimeout, RanksDisagree
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile, PeerTimeout, RanksDisagree
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -301,3 +304,46 @@ def _rendezvous(store: Any, rank: int, world_size: int, members: tuple[int, ...]
     if members not in _by_members:
         _by_members[members] = Rendezvous(store, rank, world_size, members)
     return _by_members[members]
+
+
+@contextmanager
+def joint_agreement(all_ranks: bool, timeout: float) -> Iterator[Agreement]:
+    """Yield an agreement of this process alone, or with ``all_ranks`` of all ranks of the job, which must all call it.
+
+    The ranks are those of the process group. If there is none yet, they are the ranks that torchrun started, and a gloo
+    group is made for them and closed again.
+
+    Raises InvalidArgument if the environment describes no job, PeerTimeout if a rank does not join.
+    """
+    if not all_ranks:
+        yield SingleProcessAgreement()
+        return
+    import torch.distributed as dist
+
+    own = not dist.is_initialized()
+    if own:
+        _start_group(timeout)
+    try:
+        agreement = meet(dist.get_rank(), dist.get_world_size(), timeout, "conversion")
+        assert agreement is not None  # there is a group of just that size
+        yield agreement
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def _start_group(timeout: float) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    except ValueError as error:
+        raise InvalidArgument(
+            "all_ranks=True needs a job whose ranks all make this call: start it with torchrun, or make a process "
+            f"group first; found neither ({str(error).splitlines()[0]})"
+        ) from error
+    except RuntimeError as error:  # torch's DistError among others
+        raise PeerTimeout(
+            "all_ranks=True: not all ranks joined; each must make the same call (found "
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')}; {str(error).splitlines()[0]})"
+        ) from error

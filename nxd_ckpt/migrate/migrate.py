@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from nxd_ckpt.conversion.conversion import write_tag
 from nxd_ckpt.conversion.export import are_converted, to_hf
 from nxd_ckpt.conversion.job import Converted, HuggingFaceTarget, Job, metrics_of
+from nxd_ckpt.conversion.tag_writer import write_tag
 from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.conversion.unshard import to_files
 from nxd_ckpt.core.dcp_names import DcpNames

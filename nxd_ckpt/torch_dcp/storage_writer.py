@@ -35,6 +35,7 @@ from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, recorded_metr
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import Seconds
+from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import (
     CheckpointError,
     InvalidArgument,
@@ -51,7 +52,7 @@ from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join, open_storage
-from nxd_ckpt.torch_dcp.collected_save import Chunk, CollectedSave, CollectedState, Share, WrittenTensor, contents_of
+from nxd_ckpt.torch_dcp.dcp_save import Chunk, CollectedState, DcpSave, WrittenTensor, contents_of
 
 
 def read_value(data: bytes, name: str, trust_pickle: bool) -> Any:
@@ -82,7 +83,7 @@ def collected(metadata: Metadata, results: Sequence[Sequence[WriteResult]], trus
     parts: dict[str, dict[tuple[int, ...], Any]] = {}
     for rank, own in enumerate(results):
         for result in own:
-            if isinstance(result.storage_data, Share):
+            if isinstance(result.storage_data, Vote):
                 continue
             if result.size_in_bytes:
                 ranks.setdefault(result.index.fqn, set()).add(rank)
@@ -243,14 +244,14 @@ class StorageWriter(TorchStorageWriter):
             PeerTimeout: another rank was lost.
         """
         require_locks()
-        metrics = recorded_metrics(plain_value(GivenMetrics, self.metrics, "metrics"))
+        self._recorded = recorded_metrics(plain_value(GivenMetrics, self.metrics, "metrics"))
         topology, agreement = self._meet()
         storage = self._storage or open_storage(self._required_directory(), self._durable, self._options)
         if topology.rank == 0:
             _end_abandoned(storage.url)
         tag = validate_tag(self._tag)
         session = open_session(storage, topology, agreement, None, self._timeout)
-        save = CollectedSave(session, tag, self._overwrite, self._rules, metrics)
+        save = DcpSave(session, tag, self._overwrite)
         try:
             names = decided_by_rank0(agreement, lambda: self._begin(save, plan))
             self._in_use = DcpNames.from_json(names.encode(), self.checkpoint_id)
@@ -281,12 +282,10 @@ class StorageWriter(TorchStorageWriter):
         try:
             state = collected(metadata, results, self._trust)
             reports = (result.storage_data for own in results for result in own)
-            shares = [share for share in reports if isinstance(share, Share)]
-            save.complete(contents_of(state, self._in_use), shares)
-        except BaseException:
-            save.discard()
-            raise
+            votes = [report for report in reports if isinstance(report, Vote)]
+            save.complete(contents_of(state, self._in_use), votes, self._rules, self._recorded)
         finally:
+            save.discard()
             save.close()
 
     @classmethod
@@ -314,7 +313,7 @@ class StorageWriter(TorchStorageWriter):
         """None for all ranks of the job; a process that torch starts for async_save has a job of these alone."""
         return None if self.members is None or len(self.members) == _job_size() else self.members
 
-    def _begin(self, save: CollectedSave, plan: SavePlan) -> str:
+    def _begin(self, save: DcpSave, plan: SavePlan) -> str:
         save.begin()
         names = self._names or plan.storage_data
         if not isinstance(names, DcpNames):  # a planner that loses what is in a plan
@@ -326,7 +325,7 @@ class StorageWriter(TorchStorageWriter):
             raise InvalidArgument("StorageWriter needs a directory and a tag, or save(checkpoint_id=)")
         return self._directory
 
-    def _write(self, save: CollectedSave, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, save: DcpSave, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         paths = plan.planner_data or {}
         chunks: list[Chunk] = []
         results = []
@@ -347,8 +346,7 @@ class StorageWriter(TorchStorageWriter):
                 _refuse_many_bytes(sent)
                 value = _tensor_bytes(item, planner)
                 results.append(WriteResult(item.index, len(value), value))
-        share = save.write(chunks)
-        return [*results, WriteResult(MetadataIndex(""), 0, share)]
+        return [*results, WriteResult(MetadataIndex(""), 0, save.write(chunks))]
 
 
 def told_at_exit(response: Any) -> Any:
@@ -358,7 +356,7 @@ def told_at_exit(response: Any) -> Any:
     return replace(response, upload_completion=ToldFuture(response.upload_completion))
 
 
-_unfinished: dict[str, CollectedSave] = {}
+_unfinished: dict[str, DcpSave] = {}
 """Written saves of this process that wait for ``finish``, by directory.
 
 DCP does not report that ``finish`` will never come, because another rank died in between, and every save has a new

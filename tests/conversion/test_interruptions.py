@@ -14,7 +14,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, convert, has_checkpoint, open_checkpoint
 from nxd_ckpt.commit.session import Session, open_session
-from nxd_ckpt.conversion import conversion
+from nxd_ckpt.conversion import tag_writer
 from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.base import Storage
@@ -69,7 +69,7 @@ def test_a_tag_that_another_job_completed_meanwhile(
             other.save("t", {"weight": torch.ones(2)}, overwrite=True)
         return open_session(*arguments)
 
-    monkeypatch.setattr(conversion, "open_session", late_session)
+    monkeypatch.setattr(tag_writer, "open_session", late_session)
     with pytest.raises(SaveFailed, match=r"t exists.*overwrite=True"):
         unshard(overwrite=False)
     model: dict[str, torch.Tensor] = {}

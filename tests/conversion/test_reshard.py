@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Partition, Topology, convert, load_checkpoint, open_checkpoint
-from nxd_ckpt.conversion import worker_pool
+from nxd_ckpt.conversion import tag_writer
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.saving.plan import SavePlan, plan_save
@@ -64,7 +64,7 @@ def test_ranks_are_planned_once_and_written_side_by_side(
 ) -> None:
     """All of these, or two at a time, each planned again once others were planned in between; their files are equal."""
     tag = save_example(tmp_path, 3)
-    monkeypatch.setattr(worker_pool, "TOGETHER", 1)
+    monkeypatch.setattr(tag_writer, "TOGETHER", 1)
     convert(tag, tmp_path / "alone" / "step_3", to="tag", dp=4)
     ranks: list[int] = []
 
@@ -72,8 +72,8 @@ def test_ranks_are_planned_once_and_written_side_by_side(
         ranks.append(topology.rank)
         return plan_save(state, topology)
 
-    monkeypatch.setattr(worker_pool, "TOGETHER", together)
-    monkeypatch.setattr(worker_pool, "plan_save", plan)
+    monkeypatch.setattr(tag_writer, "TOGETHER", together)
+    monkeypatch.setattr(tag_writer, "plan_save", plan)
     convert(tag, tmp_path / "result" / "step_3", to="tag", dp=4)
 
     assert [0, 1, 2, 3] * (plans // 4) == ranks

@@ -89,20 +89,25 @@ def test_who_does_not_come_is_named(absent: int) -> None:
     assert f"rank {1 - absent} waited 0 s for rank {absent}" in str(error)
 
 
-def test_who_shows_that_it_is_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than the timeout, which counts from the last sign."""
+@pytest.mark.parametrize("worker", [0, 1])
+def test_who_shows_that_it_is_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch, worker: int) -> None:
+    """For longer than the timeout, which counts from the last sign; rank 0 waits so for others too."""
     store, clock = dist.HashStore(), Clock()  # type: ignore[attr-defined]
     monkeypatch.setattr("nxd_ckpt.effects.monotonic", clock.monotonic)
     monkeypatch.setattr("nxd_ckpt.effects.sleep", clock.sleep)
-    working, waiting = (StoreAgreement(store, rank, 2, 10.0) for rank in range(2))
+    working, waiting = (StoreAgreement(store, rank, 2, 10.0) for rank in (worker, 1 - worker))
+
+    def exchange(agreement: StoreAgreement) -> Any:
+        return agreement.gather("done") if worker else agreement.broadcast("done")
+
     for second in range(0, 30, 5):
         clock.at(second, working.sign)
-    clock.at(30, lambda: working.broadcast("done"))
-    assert "done" == waiting.broadcast(None)
+    clock.at(30, lambda: exchange(working))
+    assert (["done", "done"] if worker else "done") == exchange(waiting)
     working.sign()
     last = clock.now
-    with pytest.raises(PeerTimeout, match="rank 1 waited 10 s for rank 0"):
-        waiting.broadcast(None)
+    with pytest.raises(PeerTimeout, match=f"rank {1 - worker} waited 10 s for rank {worker}"):
+        exchange(waiting)
     assert 10 <= clock.now - last < 12
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import convert, copy_checkpoint
-from nxd_ckpt.conversion import worker_pool
 from nxd_ckpt.output.locations import location_of, settle
 from nxd_ckpt.storage.base import Storage
 from tests.simulation.crashes import Recording
@@ -118,10 +117,9 @@ def _tools_on(stage: DiskStage) -> Iterator[None]:
         patch.setattr("nxd_ckpt.output.locations.open_storage", open_storage)
         if stage.calls is None:
             patch.setattr("nxd_ckpt.output.cp_files.sync", sync)
-        patch.setattr("nxd_ckpt.conversion.conversion.versions", dict)
+        patch.setattr("nxd_ckpt.saving.collected_save.versions", dict)
         patch.setattr("nxd_ckpt.commit.session.uuid", SimpleNamespace(uuid4=lambda: name))
         patch.setattr("concurrent.futures._base.threading", threading)  # nobody waits for what is done at once
-        patch.setattr(worker_pool, "_own", worker_pool._Own())
-        for module in ("conversion.cp", "conversion.worker_pool", "output.image_writer", "storage.transfer"):
+        for module in ("conversion.cp", "conversion.tag_writer", "output.image_writer", "storage.transfer"):
             patch.setattr(f"nxd_ckpt.{module}.ThreadPoolExecutor", AtOnce)
         yield

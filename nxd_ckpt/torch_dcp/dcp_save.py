@@ -1,13 +1,12 @@
-"""A save that torch DCP plans and collects: it decides what each rank writes, and gathers the results for rank 0.
+"""A save that torch DCP plans and collects: it decides what each rank writes, and gathers the votes for rank 0.
 
-No rank votes, since DCP raises one rank's error on all ranks. The tag is that of a mesh job (core.mesh) whose
-tensors list the ranks that wrote parts of them.
+DCP raises one rank's error on all ranks. The tag is that of a mesh job (core.mesh) whose tensors list the ranks that
+wrote parts of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,12 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit.commit import Commit, clean_up, commit
-from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.session import Session
-from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination.environment import versions
-from nxd_ckpt.coordination.paths import staging_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpNames, DcpPart, Path
@@ -29,12 +23,12 @@ from nxd_ckpt.core.mesh import MeshGroup, MeshRecord, WholeTensor
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.retention import Metrics, Rule
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, itemsize, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.saving.background import Helpers
+from nxd_ckpt.saving.collected_save import CollectedSave
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.saving.staging import Stager
@@ -62,16 +56,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank's report to rank 0 of its part: its index, the bytes written, and the seconds that took."""
-
-    rank: int
-    line: FileEntry | None  # None of rank 0, whose index comes last
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Contents:
     """The contents with which rank 0 completes the tag.
 
@@ -92,23 +76,14 @@ class Contents:
     optimizer_names: tuple[str, ...] | None
 
 
-class CollectedSave:
-    """One attempt on each rank: `begin` on rank 0, `write` on all, then on rank 0 `complete` or `discard`.
+class DcpSave(CollectedSave):
+    """One attempt on each rank: `begin` on rank 0, `write` on all, then on rank 0 `complete`, and `discard`.
 
     `close` ends it and releases the directory.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        tag: str,
-        overwrite: bool | None,
-        rules: Sequence[Rule] | None,
-        metrics: Metrics,
-    ) -> None:
-        session.counter += 1
-        self._session, self._rules, self._metrics = session, rules, metrics
-        self._publication = publication_of(session, session.counter, tag, overwrite)
+    def __init__(self, session: Session, tag: str, overwrite: bool | None) -> None:
+        super().__init__(session, tag, overwrite)
         self._index = RankIndex(session.topology.coordinates, {}, ())
         self._started = effects.monotonic()
         self._thread = effects.current_thread()
@@ -118,34 +93,32 @@ class CollectedSave:
         """True if nothing will end it: its thread has ended, or has begun another save."""
         return self._thread is effects.current_thread() or not self._thread.is_alive()
 
-    def begin(self) -> None:
-        """Make room, on rank 0, before any rank writes."""
-        self._publication.begin(self._session)
-
-    def write(self, chunks: Sequence[Chunk]) -> Share:
-        """Write this rank's chunks, durably."""
-        started, rank = effects.monotonic(), self._session.topology.rank
+    def write(self, chunks: Sequence[Chunk]) -> Vote:
+        """Write this rank's chunks, durably; return its vote, on rank 0 without the index, which comes last."""
+        started, rank = effects.monotonic(), self.session.topology.rank
         files = [
             _shard_file(names.shard_file(directory, rank), own)
             for directory, prefix in ((names.MODEL_DIR, "model/"), (names.OPTIMIZER_DIR, "optim/"))
             if (own := [chunk for chunk in chunks if chunk.name.startswith(prefix)])
         ]
-        self._session.storage.make_dir(self._publication.folder)
+        self.session.storage.make_dir(self.publication.folder)
         self._index = self._written(files)
         nbytes = sum(entry.nbytes for entry in self._index.files.values())
-        line = None if rank == 0 else self._write_index()
-        return Share(rank, line, nbytes, effects.monotonic() - started)
+        index = None if rank == 0 else self._write_index()
+        return Vote(rank, plan={}, replica="", index=index, nbytes=nbytes, seconds=effects.monotonic() - started)
 
-    def complete(self, contents: Contents, shares: Sequence[Share]) -> None:
+    def complete(
+        self, contents: Contents, votes: Sequence[Vote], rules: Sequence[Rule] | None, metrics: Metrics
+    ) -> None:
         """Write the remaining files on rank 0, and make the tag visible; then apply retention.
 
         Errors of `commit.commit` pass, with nothing visible.
         """
-        session = self._session
+        session = self.session
         files = [PlannedFile(key, image_of(value)) for key, value in contents.objects.items()]
         objects = self._written(files).files
         documents = {
-            key: write_small(session.storage, self._publication, key, data) for key, data in contents.documents.items()
+            key: write_small(session.storage, self.publication, key, data) for key, data in contents.documents.items()
         }
         self._index = replace(
             self._index,
@@ -154,38 +127,26 @@ class CollectedSave:
             optimizer_names=contents.optimizer_names,
             mesh=MeshRecord((), tuple(contents.tensors)),
         )
-        line = self._write_index()
-        votes = [
-            Vote(share.rank, plan={}, replica="", index=share.line or line, nbytes=share.nbytes, seconds=share.seconds)
-            for share in sorted(shares, key=lambda share: share.rank)
-        ]
-        request = Commit(
-            self._publication,
+        index = self._write_index()
+        first, *others = sorted(votes, key=lambda vote: vote.rank)
+        self.commit(
+            session.topology,
+            [replace(first, index=index), *others],
             contents.parts,
-            rules=self._rules,
+            rules=rules,
             timings={"stage_seconds": round(effects.monotonic() - self._started, 6)},
-            versions=versions(),
             parameters=contents.parameters,
             groups=[MeshGroup(tuple(range(session.topology.world_size)))],
-            metrics=self._metrics,
+            metrics=metrics,
         )
-        commit(session, session.topology, votes, request)
-        clean_up(session, session.counter)
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove the rest of the attempt, on rank 0. A visible tag stays."""
-        with suppress(OSError, CheckpointError):  # on failure the next job removes it
-            session = self._session
-            intents.clear(session.storage, staging_dir(self._publication.attempt), session.confirm)
 
     def close(self) -> None:
         """Release the directory."""
-        self._session.close()
+        self.session.close()
 
     def _written(self, files: Sequence[PlannedFile]) -> RankIndex:
         """Stage and write the files, wave after wave; return their index."""
-        storage, folder = self._session.storage, self._publication.folder
+        storage, folder = self.session.storage, self.publication.folder
         threads = Helpers(WRITERS, "nxd_ckpt-helper")
         stager = Stager(Arena(_STAGED))
         writer = FileWriter(storage, folder, files, lambda nbytes: None, threads)
@@ -200,11 +161,11 @@ class CollectedSave:
         finally:
             threads.shutdown()
             stager.release()
-        return writer.index(SavePlan((), (), Parts(), ""), self._session.topology.coordinates)
+        return writer.index(SavePlan((), (), Parts(), ""), self.session.topology.coordinates)
 
     def _write_index(self) -> FileEntry:
-        at = self._session.topology.coordinates
-        return write_index(self._session.storage, self._publication, names.index_file(at), self._index)
+        at = self.session.topology.coordinates
+        return write_index(self.session.storage, self.publication, names.index_file(at), self._index)
 
 
 class _Deferred(Sequence[Any]):
