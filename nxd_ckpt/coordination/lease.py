@@ -209,12 +209,15 @@ def mark_place(storage: Storage) -> None:
 
 
 def place_of(storage: Storage) -> bytes | None:
-    """Return the mark that tells a mounted directory from any that is mounted in its place later; None without one."""
+    """Return the mark that tells a mounted directory from any that is mounted in its place later.
+
+    None if there is none, or none that can be read.
+    """
     if not storage.may_be_unmounted:
         return None
     try:
         return here(storage).read(PLACE, NOTE)
-    except FileNotFoundError:
+    except (FileNotFoundError, MalformedFile):
         return None
 
 

@@ -112,6 +112,8 @@ class Stopping:
             gone = [missing for missing in tally.missing() if self._peers.is_gone(missing)]
             if gone:
                 self._tell_all("lost", gone)
+        if not tally.missing() and self._peers is not None:
+            self._peers.listen(self._channel, None)  # all have said what they had to say
 
     def _obey(self, word: list[Any]) -> None:
         """Handle a word of rank 0 to all ranks."""

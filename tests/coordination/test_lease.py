@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Topology
+from nxd_ckpt import Checkpointer, Topology, list_checkpoints
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
@@ -602,3 +602,16 @@ def test_who_gave_the_lease_back_takes_its_heartbeat_along(storage: LocalStorage
     Heartbeat(storage, held, 1.0)
     lease.release(storage, held)
     assert [PLACE] == [f".nxd_ckpt/{entry.name}" for entry in storage.list(".nxd_ckpt")]
+
+
+@pytest.mark.parametrize("spoil", [lambda mark: mark.write_bytes(bytes(2**21)), lambda mark: mark.mkdir()])
+def test_a_mark_that_cannot_be_read_keeps_no_lease(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    """It counts as none: a job that ends gives the directory back, and the next one takes it."""
+    mark = tmp_path / PLACE
+    with Checkpointer(tmp_path) as saver:
+        saver.save("one", {})
+        mark.unlink()
+        spoil(mark)
+    with Checkpointer(tmp_path) as following:
+        following.save("two", {})
+    assert ["one", "two"] == [info.tag for info in list_checkpoints(tmp_path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -110,6 +111,41 @@ def test_a_rank_that_is_gone_is_an_error() -> None:
     message = "rank 1 was told to stop (SIGTERM), but no step is common to all: rank 2 ended; see its log"
     assert [message, message, "None"] == [str(outcome) for outcome in outcomes]
     assert isinstance(outcomes[0], PeerTimeout)
+
+
+class Noted(Rank0Connections):
+    """Rank 0's end, with the channels that somebody listens to."""
+
+    def __init__(self) -> None:
+        super().__init__(b"secret")
+        self.heard = set[int]()
+
+    def listen(self, channel: int, heard: Heard | None) -> None:
+        super().listen(channel, heard)
+        (self.heard.discard if heard is None else self.heard.add)(channel)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_rank_0_listens_until_all_have_stopped_or_left(stops: bool) -> None:
+    """Not longer: for saves by time the ranks are joined again and again, each time on a channel of its own."""
+    hub, others_left = Noted(), threading.Event()
+    spoke = ConnectionToRank0(1, hub.address(), b"secret")
+
+    def train(agreement: Agreement) -> bool:
+        stopping = Stopping(agreement, lambda: "a time is over" if stops else None, LONG, goes_on=True)
+        stopped = [stopping.step(number) for number in range(3)][-1]
+        if agreement.rank == 0:
+            others_left.wait(LONG)
+            assert stops is not bool(hub.heard)
+        stopping.leave()
+        others_left.set()
+        return stopped
+
+    assert [stops] * 2 == on_ranks(2, train, ends=[hub, spoke])
+    deadline = time.monotonic() + LONG
+    while hub.heard and time.monotonic() < deadline:
+        time.sleep(0.01)  # the last word may be on its way
+    assert set() == hub.heard
 
 
 class Deaf:

@@ -40,7 +40,7 @@ _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/stor
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
 _HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("storage", "directory"))
 _REPLENISHING = "nxd_ckpt/tiers/hosts.py"
-_SESSION = "nxd_ckpt/commit/session.py"
+_SESSION, _NEWS = "nxd_ckpt/commit/session.py", "nxd_ckpt/coordination/news.py"
 
 
 _EVERY_STATE = "every state"
@@ -711,6 +711,11 @@ BREAKS += [
     Break(
         "Failed exchange that happened is not reversed", "a lost reply",
         {_REPLACEMENT: ("if self.is_there(self.finished) and storage.swap(self.finished, self.target):", "if False:")},
+    ),
+    Break(
+        "Closed session listens to the news", "store",
+        {_NEWS: ("            self._peers.listen(self._channel, None)\n", "            pass\n")},
+        lambda schedule: schedule.has_group,
     ),
 ]
 

@@ -129,11 +129,19 @@ class Job:
 
 
 class _End:
-    """A rank's end of the connections: words take a millisecond, and a process that ended is known at once."""
+    """A rank's end of the connections: words take a millisecond, and a process that ended is known at once.
+
+    A word is handled by a task of the process that it goes to, as by the thread there that all connections have.
+    """
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._rank = job, rank
         self._listeners: dict[int, Heard] = {}
+
+    @property
+    def listens(self) -> bool:
+        """Whether anything of the rank's still waits for words."""
+        return bool(self._listeners)
 
     def is_gone(self, rank: int) -> bool:
         return not self._job.processes[rank].alive
@@ -148,7 +156,8 @@ class _End:
         job = self._job
         for rank in range(1, len(job.processes)) if self._rank == 0 else (0,):
             if job.ends is not None and not self.is_gone(rank):
-                job.world.spawn(job.processes[rank], partial(job.ends[rank]._hear, self._rank, channel, word), "peers")
+                hear = partial(job.ends[rank]._hear, self._rank, channel, word)
+                job.world.spawn(job.processes[rank], hear, "nxd_ckpt-peers")
 
     def _hear(self, rank: int, channel: int, word: Any) -> None:
         self._job.world.pause(self._job.world.duration(1e-3))

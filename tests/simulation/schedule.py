@@ -36,7 +36,7 @@ class Calls(NamedTuple):
 HARMLESS = {"nothing", "stall", "clock"}
 """With these faults alone nothing fails that a process asks of the place."""
 
-SHARED = "nxd_ckpt-upload-", "nxd_ckpt-host"
+SHARED = "nxd_ckpt-upload-", "nxd_ckpt-peers", "nxd_ckpt-host"
 """So begin the names of threads that all Checkpointers of a process share, and that last as long as it does; and of
 those that end once their connection is closed."""
 
@@ -251,6 +251,8 @@ class Run(Stage):
             tasks = [task for task in self.world.tasks if task.process in job.processes and not task.over]
             left = [task.stack() for task in tasks if not task.name.startswith(SHARED)]
             assert not left, "it was closed, and goes on:\n" + "\n".join(left)
+            listening = [rank for rank, end in enumerate(job.ends or ()) if end.listens]
+            assert not listening, f"it was closed, and ranks {listening} still listen to the others"
             assert not holds or not self.schedule.is_harmless, f"{job.run_id} was closed, and holds the lease"
             if not holds:
                 return

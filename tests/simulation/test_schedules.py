@@ -225,6 +225,12 @@ FOUND = [
         850, (Save("a", 1, overwrite=True), Save("b", 2, True, overwrite=True)), "power", rank=0, at=151,
         has_group=True, machines=("one", "two"), swapped=True,
     ),
+    # A rank stood still, and closed before it had read all the words that had come meanwhile. They are read by a thread
+    # that lasts as long as the process, and nobody listened any more: it was taken for a thread of the closed job.
+    StoreSchedule(
+        43004124, (Save("a", 1, True, overwrite=True),), "stall", rank=1, at=3, has_group=True,
+        machines=("one", "one", "one"), times=8,
+    ),
     # Rank 0 was killed before it had synced a tag's name. The other rank found the tag, said that it was saved, and it
     # was lost with the power.
     DiskSchedule(
