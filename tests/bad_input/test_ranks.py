@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,12 +119,6 @@ def test_a_rank_s_file_that_changed(pair: RankPool, kept: Path) -> None:
     assert [Refusal(None, "", False)] * 2 == pair.run(loading, str(kept), [{}] * 2)
 
 
-def test_a_model_that_does_not_fit_on_one_rank(pair: RankPool, kept: Path) -> None:
-    """The parameter is named to both."""
-    arguments = [{"optimizer": None, "scheduler": None}] * 2
-    both_refused(pair.run(loading, str(kept), arguments, (4, 5)), errors.ShapeMismatch, "model/up.weight")
-
-
 def biases(names: list[str]) -> list[str]:
     return [name for name in names if "bias" in name]
 
@@ -195,10 +188,3 @@ def own_content(rank: int, directory: str) -> dict[str, Any]:
 def test_a_key_that_one_rank_alone_has(pair: RankPool, tmp_path: Path) -> None:
     """A glob for it matches something, though the ranks that speak for others have nothing for it."""
     assert [{"of0": 1}, {}] == pair.run(own_content, str(tmp_path / "ckpt"))
-
-
-def test_a_directory_that_is_gone(pair: RankPool, kept: Path) -> None:
-    """Rank 0 looks, both are told."""
-    shutil.rmtree(kept)
-    both_refused(pair.run(loading, str(kept), [{}] * 2), errors.CheckpointNotFound, "does not exist")
-    assert {} == files_below(kept.parent)

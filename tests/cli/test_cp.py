@@ -82,20 +82,6 @@ def test_a_store_is_looked_at_as_a_directory(run: Run, examples: Path, store: st
     assert 0 == run("verify", tmp_path, tag, "--quiet").code
 
 
-def test_conversions_read_and_write_stores(run: Run, examples: Path, store: str, tmp_path: Path) -> None:
-    """From a directory to a store, within it, and back: the same shards."""
-    full, dp3, dp2 = f"{store}/full", f"{store}/dp3", tmp_path / "dp2"
-    convert = ("convert", "--to", "tag", "--quiet", "--optimizer-form")
-    assert 0 == run(*convert, "zero1_full", examples / "zero1", full).code
-    assert 0 == run(*convert, "zero1", full, dp3, "--dp", "3").code
-    outcome = run("convert", "--to", "tag", "--quiet", dp3, dp2, "--dp", "2")
-    assert (0, "") == (outcome.code, outcome.err)
-    places = ((examples, "zero1"), (tmp_path, "dp2"))
-    documents = [run("inspect", directory, tag, "--json").document for directory, tag in places]
-    for key in ("optimizer", "parameters", "user_content", "topology"):
-        assert documents[0][key] == documents[1][key]
-
-
 @pytest.mark.parametrize("option", [SECRET, f"={SECRET}", f"a..b={SECRET}"])
 def test_a_malformed_option_shows_no_secret(
     run: Run, store: str, option: str, capsys: pytest.CaptureFixture[str]
@@ -120,10 +106,3 @@ def test_options_are_nested_by_dots(monkeypatch: pytest.MonkeyPatch, run: Run, s
     run("list", store, *(word for text in words for word in ("--storage-option", text)))
     nested = {"region_name": "us-west-2", "retries": 3}
     assert [{"key": "a=b", "client_kwargs": nested, "anon": True, "secret": "12"}] == seen
-
-
-def test_options_that_contradict_each_other_fail(run: Run, store: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A key cannot be a value and hold others."""
-    with pytest.raises(SystemExit, match="2"):
-        run("list", store, "--storage-option", "a=1", "--storage-option", "a.b=2")
-    assert "a has a value of its own" in capsys.readouterr().err

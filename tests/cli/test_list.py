@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-import torch
 
 from nxd_ckpt.coordination.paths import trash_file
 from tests.cli.conftest import Run
@@ -116,20 +115,6 @@ def test_a_size_that_no_file_tells_is_not_made_up(run: Run, golden: Path) -> Non
     assert "  dp=? tp=2  " in run("list", directory).out
 
 
-def test_a_directory_of_0_5_is_listed_as_itself(run: Run, tmp_path: Path) -> None:
-    """It has no tags and no time of its own; other files beside it do not count."""
-    for tp in range(2):
-        (tmp_path / f"tp_rank_{tp:02d}_pp_rank_00").mkdir()
-        torch.save({"model": {"w": torch.ones(3)}}, tmp_path / f"tp_rank_{tp:02d}_pp_rank_00" / "checkpoint.pt")
-    (tmp_path / "log.txt").write_text("much" * 1000)
-    [tag] = run("list", tmp_path, "--json").document["tags"]
-    files = [tmp_path / f"tp_rank_{tp:02d}_pp_rank_00" / "checkpoint.pt" for tp in range(2)]
-    assert ("", True, None, None) == (tag["tag"], tag["latest"], tag["order_time"], tag["age_seconds"])
-    assert (True, 2) == (tag["parts"]["model"], tag["topology"]["tp"])
-    assert sum(path.stat().st_size for path in files) == tag["nbytes"]
-    assert "(the directory itself)" in run("list", tmp_path).out
-
-
 def test_what_an_incomplete_tag_lacks_is_said(run: Run, golden: Path, tmp_path: Path) -> None:
     """The marker, and each part with ranks whose files are missing; it is never the latest."""
     shutil.copytree(golden / "c_dp2_tp2_zero1_xser" / "ckpt", tmp_path / "ckpt")
@@ -146,29 +131,6 @@ def test_what_an_incomplete_tag_lacks_is_said(run: Run, golden: Path, tmp_path: 
     assert f"step_4 is incomplete: it lacks {ranks}" in lines
 
 
-def test_a_save_that_wrote_nothing_yet_lacks_everything(run: Run, tmp_path: Path) -> None:
-    """NxD marks a directory before it writes into it."""
-    (tmp_path / "step_1").mkdir()
-    (tmp_path / "step_1" / "checkpoint").write_bytes(b"1")
-    document = run("list", tmp_path, "--json").document
-    assert (None, ["its 'done' marker", "all files of model and optimizer"]) == (
-        document["latest"],
-        document["tags"][0]["lacks"],
-    )
-
-
-def test_a_tag_of_0_6_lacks_no_marker(run: Run, golden: Path, tmp_path: Path) -> None:
-    """That version wrote none: only the rank's file is missed."""
-    shutil.copytree(golden / "s_tp2_stride2_nozero1_pt" / "ckpt", tmp_path / "ckpt")
-    [tag] = (tmp_path / "ckpt").iterdir()
-    for name in ("checkpoint", "done", "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"):
-        (tag / name).unlink()
-    (tmp_path / "ckpt" / "newest").write_text(tag.name)
-    [found] = run("list", tmp_path / "ckpt", "--json").document["tags"]
-    [lack] = found["lacks"]
-    assert lack.startswith("1 of 2 ranks' files in model/")
-
-
 def test_an_empty_directory_holds_no_checkpoints(run: Run, tmp_path: Path) -> None:
     """That is an answer, not an error."""
     outcome = run("list", tmp_path)
@@ -182,21 +144,6 @@ def test_a_directory_of_something_else_is_described(run: Run, tmp_path: Path) ->
     (tmp_path / "logs").mkdir()
     outcome = run("list", tmp_path)
     assert (0, f"{tmp_path}: no checkpoints; it holds 'logs' (not a checkpoint)\n") == (outcome.code, outcome.out)
-
-
-@pytest.mark.parametrize("kind", ["absent", "file"])
-def test_what_is_no_directory_is_an_error(run: Run, tmp_path: Path, kind: str) -> None:
-    """The path is named, on stderr, and nothing is printed."""
-    path = tmp_path / kind
-    if kind == "file":
-        path.write_text("")
-    outcome = run("list", path, "--json")
-    assert (1, "") == (outcome.code, outcome.out)
-    expected = {
-        "absent": f"checkpoint directory {path} does not exist",
-        "file": f"{path} is a file, expected a directory: the checkpoint directory",
-    }
-    assert f"nxd-ckpt: error: {expected[kind]}\n" == outcome.err
 
 
 def test_a_tag_is_no_directory_of_tags(run: Run, examples: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt import Topology, close_checkpointers, save_checkpoint
+from nxd_ckpt import Topology
 from nxd_ckpt.cli.text import group_names
 from tests.cli.conftest import Run
 from tests.interop.saving import save_as_every_rank
@@ -64,14 +64,6 @@ def test_cuts_and_unknown_shapes_are_told(run: Run, examples: Path) -> None:
     assert model["known_nbytes"] > 0
 
 
-def test_depths_that_cannot_be_are_refused(run: Run, examples: Path) -> None:
-    """Below 0; and tensors are shown by prefix or one by one, not both."""
-    below = run("inspect", examples, "cut", "--by-prefix=-1")
-    assert (1, True) == (below.code, "from 0 on, found -1" in below.out)
-    with pytest.raises(SystemExit, match="2"):
-        run("inspect", examples, "cut", "--by-prefix", "1", "--tensors")
-
-
 def test_groups_of_unknown_size_come_before_the_largest(run: Run, golden: Path) -> None:
     """NxD records no cut: each of them may be the largest."""
     tag = golden / "c_dp2_tp2_zero1_xser" / "ckpt"
@@ -99,14 +91,3 @@ def test_partitions_tell_what_the_tag_does_not(run: Run, golden: Path, tmp_path:
     [parameter] = [one for one in document["parameters"] if one["name"] == name]
     assert ([2 * rows, *rest], "dim 0 in 2") == (parameter["global_shape"], parameter["cut"])
     assert f"model/{name}" not in [one["prefix"] for one in document["prefixes"] if one["nbytes"] is None]
-
-
-def test_options_in_which_groups_differ_are_shown(run: Run, tmp_path: Path) -> None:
-    """Also where they are 0, which is what tells the groups apart; what is 0 in all of them is not."""
-    layer = torch.nn.Linear(2, 2)
-    groups = [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias], "weight_decay": 0.0}]
-    save_checkpoint(tmp_path, "t", layer, torch.optim.SGD(groups, lr=0.5))
-    close_checkpointers()
-    first, second = (line for line in run("inspect", tmp_path).out.splitlines() if line.startswith("  group"))
-    assert "  group 0: 1 parameter; weight_decay=0.1 lr=0.5" == first
-    assert "  group 1: 1 parameter; weight_decay=0.0 lr=0.5" == second

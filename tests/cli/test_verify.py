@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Run
-from tests.golden.checkpoints import CONFIGURATIONS, saved
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -94,39 +91,6 @@ def test_a_damaged_manifest_is_a_problem(run: Run, copied: Path) -> None:
     [problem] = outcome.document["problems"]
     assert (1, "cut", 0) == (outcome.code, outcome.document["tag"], outcome.document["verified_nbytes"])
     assert problem.startswith(f"{copied}/cut/manifest.json: not valid JSON")
-
-
-def test_other_tags_do_not_matter(run: Run, copied: Path) -> None:
-    """Only the tag that was asked for is read."""
-    shutil.rmtree(copied / "cut" / "model")
-    assert 0 == run("verify", copied, "zero1").code
-    assert 1 == run("verify", copied).code
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.one_in(3)
-def test_tags_of_neuronx_distributed_are_verified_as_far_as_digests_reach(run: Run, golden: Path, name: str) -> None:
-    """It is said how much that is, and what the rest consists of."""
-    directory = saved(golden, name).directory
-    outcome = run("verify", directory, "--json")
-    found = outcome.document
-    assert (0, "zip", True) == (outcome.code, found["verified_by"], found["ok"])
-    assert 0 < found["verified_nbytes"] < found["nbytes"]
-    assert re.search(r"; (all )?\S+ \w+ (of contents )?equal the CRC-32 in their file\n", run("verify", directory).out)
-
-
-def test_a_changed_tensor_of_nxd_is_a_problem(run: Run, golden: Path, tmp_path: Path) -> None:
-    """Its file and record are named."""
-    shutil.copytree(golden / "b_dp2_zero1_xser" / "ckpt", tmp_path / "ckpt")
-    tensor = run("inspect", tmp_path / "ckpt", "--tensors", "model/embed.weight", "--json").document["tensors"][0]
-    file = tmp_path / "ckpt" / "step_3" / tensor["file"]
-    data = bytearray(file.read_bytes())
-    data[tensor["offset"]] ^= 1
-    file.write_bytes(data)
-    outcome = run("verify", tmp_path / "ckpt")
-    assert 1 == outcome.code
-    assert outcome.out.startswith(f"problem: {file}, record 'data/0': expected CRC-32")
-    assert outcome.out.endswith(" of headers, padding and what is damaged\n")
 
 
 @pytest.mark.parametrize("kind", ["absent", "empty", "incomplete"])

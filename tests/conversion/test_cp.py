@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import resource
 import shutil
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,12 +13,9 @@ import torch
 
 from nxd_ckpt import Checkpointer, copy_checkpoint, has_checkpoint, open_checkpoint
 from nxd_ckpt.conversion.cp import Copy
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
-from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
+from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, InvalidArgument, PartNotFound
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.transfer import Pace
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.conversion.tags import contents, remains, save_example
@@ -130,19 +123,6 @@ def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
     assert contents(source) == contents(output / "copy")
 
 
-def test_what_is_compared_with_the_source_is_read_at_the_rate_of_the_copy(tmp_path: Path) -> None:
-    """A file that no digest of ours tells of: both it and what is there of it."""
-    source = save_example(tmp_path / "input", 2)
-    (source / "manifest.json").unlink()
-    shutil.rmtree(source / "index")
-    shutil.copytree(source, tmp_path / "output" / "copy")
-    opened, pace = open_complete_tag(LocalStorage(source.parent), source.name), Pace(None)
-    target = LocalStorage(tmp_path / "output")
-    file = files_to_copy(opened)[0]
-    bringing = FileCopy(opened, target, "copy", CopyMeans(ThreadPoolExecutor(1), pace))
-    assert (CopyResult.KEPT, 2 * file.nbytes) == (bringing.copy(file), pace.nbytes)
-
-
 def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:
     """The file is named, and nothing becomes visible."""
     source = save_example(tmp_path / "input", 2)
@@ -223,21 +203,6 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
 
 
-def test_a_copy_goes_on_once_a_full_disk_has_room(tmp_path: Path) -> None:
-    """An error that says so; nothing is visible, and the copy goes on when there is room."""
-    source = save_example(tmp_path / "input", 2)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
-    try:
-        with pytest.raises((CheckpointError, OSError), match="File too large"):
-            copy_checkpoint(source, tmp_path / "output" / "copy")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not has_checkpoint(tmp_path / "output")
-    copy_checkpoint(source, tmp_path / "output" / "copy")
-    assert contents(source) == contents(tmp_path / "output" / "copy")
-
-
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """``store://NAME`` is an object store in memory."""
@@ -276,16 +241,6 @@ def test_a_copy_to_a_store_goes_on_too(tmp_path: Path, stores: None) -> None:
     assert (done, [True]) == (store.read("step_3/done"), [info.complete for info in list_tags(store)])
     with pytest.raises(InvalidArgument, match="overwrite=True"):
         copy_checkpoint(source, f"{url}/step_3")
-
-
-def test_a_copy_leaves_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With both places, bytes and seconds."""
-    source = save_example(tmp_path / "input", 2)
-    caplog.set_level(logging.INFO, "nxd_ckpt")
-    caplog.clear()
-    copy_checkpoint(source, tmp_path / "output" / "copy")
-    [line] = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(rf"copied {source} to {tmp_path}/output/copy: \d+\.\d KiB in \d+\.\d\d s", line)
 
 
 def test_a_save_takes_the_place_of_what_an_interrupted_copy_left(tmp_path: Path, stores: None) -> None:

@@ -12,9 +12,6 @@ import torch
 from nxd_ckpt import convert, load_checkpoint, open_checkpoint
 from tests.conversion.tags import contents, optimizers, plainly, unsharded
 from tests.golden.checkpoints import saved
-from tests.reshard.golden import GoldenModel
-from tests.reshard.golden_live import Live, check
-from tests.reshard.transformer import topology_of
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -124,27 +121,6 @@ def test_the_rest_of_the_tag_comes_along(golden: Path, tmp_path: Path, name: str
         assert None is difference(plainly(held["model"]), plainly(loaded))
         assert None is difference(plainly(held["scheduler"]), plainly(scheduler))
         assert plainly(held["user_content"]) == plainly(content)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("a_dp2_zero1_pt", "tp3"), ("c_dp2_tp2_zero1_xser", "tp4"), ("e_dp2_tp2_bf16_master_pt", "dp3")],
-)
-@pytest.mark.parametrize("form", [{"optimizer_form": "zero1_full"}, {"optimizer_form": "zero1", "dp": 5}])
-@pytest.mark.one_in(2)
-def test_the_result_loads_wherever_nxds_tag_does(
-    golden: Path, tmp_path: Path, name: str, sizes: str, form: dict[str, Any]
-) -> None:
-    """On yet other sizes too: how parameters are cut, which NxD does not record, is still for the live model to say."""
-    source = GoldenModel(saved(golden, name))
-
-    convert(source.saved.directory / "step_3", tmp_path / "step_3", to="tag", **form, durable=False)
-
-    topology = topology_of(sizes)
-    for rank in range(topology.world_size):
-        live = Live(source, topology.at(rank))
-        load_checkpoint(tmp_path, "step_3", live.model, live.optimizer, topology=live.at)
-        check(source, live)
 
 
 def test_weights_that_nxd_left_out_stay_left_out(golden: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -231,15 +230,3 @@ def test_a_directory_that_a_live_job_saves_to(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "job") as job:
         job.save("step_1", {"weight": torch.ones(2)})
         refused(DirectoryInUse, "job", source, tmp_path / "job" / "out")
-
-
-def test_relative_paths_are_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``converted`` and ``./step_3`` lie side by side."""
-    source = save_example(tmp_path, 2)
-    monkeypatch.chdir(tmp_path)
-    convert("./step_3", "converted", to="tag", optimizer_form="zero1_full")
-    assert (tmp_path / "converted" / "done").exists()
-    assert source.exists()
-    with pytest.raises(InvalidArgument, match="names no tag"):
-        convert("memory://step_3", "out", to="tag", optimizer_form="zero1_full")
-    assert os.listdir(tmp_path / "converted")

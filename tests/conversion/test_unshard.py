@@ -17,7 +17,6 @@ from safetensors.torch import load, load_file
 
 from nxd_ckpt import UnshardStrategy, convert, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
-from nxd_ckpt.output import image_writer
 from tests.conversion.tags import SHAPES, Tree, contents, model, save_example, whole
 from tests.golden.checkpoints import saved
 from tests.reshard.ranks import save_job
@@ -196,33 +195,6 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     with pytest.raises(DigestMismatch, match=r"up\.weight"):
         unshard_checkpoint(tag, tmp_path / "out")
     assert [] == [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))]
-
-
-def test_a_file_url_is_a_path(tmp_path: Path) -> None:
-    """What is returned is where the files are."""
-    save_checkpoint(tmp_path, "step_1", {"w": torch.ones(2)}, durable=False)
-    model_path, _ = unshard_checkpoint(f"file://{tmp_path}/step_1", f"file://{tmp_path}/out")
-    assert model_path == tmp_path / "out" / "model.pt"
-    assert torch.equal(torch.ones(2), read(model_path)["w"])
-
-
-def test_what_an_interrupted_one_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed one leaves nothing visible; the next one starts anew."""
-    tag = save_example(tmp_path, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr("nxd_ckpt.output.output.Output._remove_unfinished", lambda self: None)  # as if it had been killed
-        patch.setattr(image_writer, "FileWriter", _no_memory)
-        with pytest.raises(MemoryError):
-            unshard_checkpoint(tag, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / ".out.incomplete").is_dir()
-    unshard_checkpoint(tag, tmp_path / "out")
-    assert {"model.pt", "optim.pt"} == set(contents(tmp_path / "out"))
-    assert not (tmp_path / ".out.incomplete").exists()
-
-
-def _no_memory(*given: object, **options: object) -> None:
-    raise MemoryError
 
 
 @pytest.mark.parametrize("use_safetensors", [False, True])

@@ -12,10 +12,8 @@ import torch
 
 from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
-from tests.conversion.tags import contents, model, optimizers, plainly, remains, save_example, sharded, whole
+from tests.conversion.tags import contents, model, optimizers, plainly, save_example, sharded, whole
 from tests.reshard.ranks import fresh, load_rank, save_job
 from tests.reshard.transformer import layout_of, weights_of
 from tests.reshard.whole import expected
@@ -152,28 +150,3 @@ def test_what_ranks_saved_for_themselves_stays_with_their_number(tmp_path: Path)
     assert {"rank": 1} == open_checkpoint(tmp_path, "same").rank_content(1)
     assert not open_checkpoint(tmp_path, "dp3").parts.rank_content
     assert not (tmp_path / "dp3" / "rank_content").exists()
-
-
-def test_nothing_else_is_left_in_the_directory(tmp_path: Path) -> None:
-    """Neither tags nor remains: staging, votes and the lease are gone."""
-    source = save_example(tmp_path / "input", 2)
-
-    convert(source, tmp_path / "output" / "dp3", to="tag", optimizer_form="zero1", dp=3)
-
-    storage = LocalStorage(tmp_path / "output")
-    assert ["dp3"] == [info.tag for info in list_tags(storage)]
-    assert [] == remains(tmp_path / "output")
-
-
-def test_damage_is_found_while_converting(tmp_path: Path) -> None:
-    """A flipped bit in a shard stops the conversion, with the tensor named; there is no result."""
-    source = save_example(tmp_path, 2)
-    file = source / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
-    data = bytearray(file.read_bytes())
-    entry = open_checkpoint(tmp_path)._opened.index(Topology(dp=2, rank=1).coordinates).tensors[0]
-    data[entry.offset] ^= 1
-    file.write_bytes(data)
-
-    with pytest.raises(Exception, match=entry.name.rpartition("/")[2]):
-        convert(source, tmp_path / "dp3", to="tag", optimizer_form="zero1", dp=3)
-    assert not (tmp_path / "dp3").exists()

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.errors import CheckpointNotFound, InvalidTag, KeyMismatch, ShapeMismatch, UnsafePickle
+from nxd_ckpt.errors import CheckpointNotFound, InvalidTag, KeyMismatch, ShapeMismatch
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
@@ -69,16 +69,6 @@ def test_flags_are_what_they_mean(tmp_path: Path, library: Any, flag: Callable[[
         assert use_xser is any((tmp_path / f"step_{int(use_xser)}" / "model").glob("*.tensors"))
         assert {"step": 3} == library.load_checkpoint(str(tmp_path), None, *fresh, strict=flag(True))
         assert None is difference(states(saved), states(fresh))
-
-
-def test_nine_positional_arguments(tmp_path: Path, library: Any):
-    """As the ZeRO-1 scripts pass them; nothing is returned."""
-    model, optimizer, scheduler = trained()
-    user_content = {"total_steps": 3, "cli_args": {"dtype": torch.bfloat16, "betas": [0.9], "resume": None}}
-    assert None is library.save_checkpoint(
-        str(tmp_path), "step_3", model, optimizer, scheduler, user_content, 8, True, -1
-    )
-    assert user_content == library.load_checkpoint(str(tmp_path), "step_3", model, optimizer, scheduler)
 
 
 def test_the_function_is_queued_and_called_later(tmp_path: Path, library: Any):
@@ -178,12 +168,6 @@ def test_omegaconf_containers_become_plain(tmp_path: Path, library: Any, monkeyp
     assert {"cfg": {"lr": 0.1}} == library.load_checkpoint(str(tmp_path))
 
 
-def test_plain_use_stays_strict(tmp_path: Path):
-    """Without install() such a save is refused."""
-    with pytest.raises(UnsafePickle):
-        nxd_ckpt.save_checkpoint(tmp_path, "step_1", torch.nn.Linear(2, 2), user_content={"kind": Anything})
-
-
 def test_trusted_content_is_kept(tmp_path: Path):
     """install(trust_pickle=True) keeps everything, as NxD does."""
     nxd_ckpt.install(trust_pickle=True)
@@ -223,19 +207,6 @@ def test_a_module_made_for_one_save(tmp_path: Path, library: Any):
     loaded: dict[str, Any] = {}
     library.load_checkpoint(str(tmp_path), "adapter_shards", model=loaded)
     assert None is difference(adapter, loaded)
-
-
-class Plain(torch.nn.Linear):
-    def state_dict(self) -> Any:  # type: ignore[override]
-        return super().state_dict()
-
-
-def test_a_module_with_such_a_method_of_its_own_parameters(tmp_path: Path, library: Any):
-    """One that has parameters is saved and loaded as a module."""
-    saved, fresh = Plain(2, 2), Plain(2, 2)
-    library.save_checkpoint(str(tmp_path), "step_1", model=saved)
-    library.load_checkpoint(str(tmp_path), model=fresh)
-    assert None is difference(dict(saved.state_dict()), dict(fresh.state_dict()))
 
 
 def test_nothing_is_saved_while_graphs_are_extracted(

@@ -147,12 +147,6 @@ def test_wrong_options_are_refused(options: dict[str, Any]):
     assert {"neuronx_distributed"} == owners()
 
 
-def test_unknown_options_are_refused():
-    """A misspelt option is refused, with the one that was meant."""
-    with pytest.raises(TypeError, match="num_kept_ckpts"):
-        nxd_ckpt.install(num_kept_ckpt=3)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("options", [{"num_kept_ckpts": 1}, {"retain": [Last(1)]}], ids=str)
 def test_options_are_defaults(tmp_path: Path, options: dict[str, Any]):
     """Retention is for calls that keep everything, as scripts pass -1; a call's own number counts."""
@@ -294,11 +288,6 @@ def test_the_scripts_own_exit_code(tmp_path: Path):
     """A script that fails fails as it does by itself."""
     (tmp_path / "train.py").write_text("raise SystemExit(3)")
     assert 3 == run_program(RUN, tmp_path, tmp_path, "train.py").returncode
-
-
-def test_a_command_line_without_a_script(tmp_path: Path):
-    """Without a script, or with an unknown flag before it, the usage is shown."""
-    assert [2, 1] == [run_program(RUN, tmp_path, tmp_path, *given).returncode for given in ([], ["--nproc", "2"])]
 
 
 def test_modules_are_named(package: Path):

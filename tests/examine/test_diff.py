@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from nxd_ckpt import (
     Topology,
     convert,
-    copy_checkpoint,
     diff_checkpoints,
     examine_checkpoint,
     list_checkpoints,
@@ -160,15 +159,6 @@ def test_one_changed_element_says_which_tensor(tmp_path: Path) -> None:
         assert (f"model/{name}", "values", 1, 0.5) == (
             difference.name, difference.kind, difference.differing, difference.max_difference
         )
-
-
-def test_a_directory_and_a_store_are_compared(tmp_path: Path) -> None:
-    """One tag local, its copy behind a URL: nothing differs, and slices of both are the same."""
-    save_one(tmp_path, "a", {"weight": torch.rand(5, 4)}, user_content={"steps": 1})
-    copy_checkpoint(tmp_path / "a", "memory://looking/run/a")
-    a, b = open_checkpoint(tmp_path, "a"), open_checkpoint("memory://looking/run", "a")
-    assert not diff_checkpoints(a, b, full=True)
-    assert torch.equal(*(one.read("model/weight", (slice(2), slice(1, 3))) for one in (a, b)))
 
 
 def test_what_cannot_be_compared_is_no_equality(tmp_path: Path) -> None:

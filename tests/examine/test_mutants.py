@@ -41,13 +41,6 @@ def test_mutants_are_caught(saved: Saved, mutants: tuple[Mutant, ...]) -> None:
     caught(saved, mutants)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_mutant_is_caught(saved: Saved, mutant: Mutant) -> None:
-    """By itself."""
-    caught(saved, (mutant,))
-
-
 def test_a_lost_file_is_a_problem(saved: Saved) -> None:
     """Of any rank's weights or optimizer state, though other ranks have theirs."""
     directory, _, _ = saved

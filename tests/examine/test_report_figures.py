@@ -13,9 +13,7 @@ from nxd_ckpt.examine.report_page import (
     Series,
     chart,
     module_bars,
-    moved_heat,
     rank_bars,
-    sparkline,
 )
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -71,12 +69,6 @@ def test_bars_of_ranks_have_one_scale() -> None:
     assert (10.0, 90.0) == (bars["hosts"][0]["rows"][2]["stage"], bars["hosts"][0]["rows"][2]["write"])
 
 
-def test_a_scale_has_steps_and_marks_of_their_own_for_the_same_and_for_nothing() -> None:
-    """Each decade of a change is a step."""
-    heat = moved_heat({"modules": ["a"], "layers": ["x"], "cells": [[0.0, None, 1e-9, 1e-6, 3e-4, 1.0, "not finite"]]})
-    assert ["same", "absent", "s0", "s0", "s2", "s5", "nan"] == [cell["class"] for cell in heat["rows"][0]["cells"]]
-
-
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_text_has_the_contrast_of_wcag(scheme: int) -> None:
     """Level AA on the page and on cards, light and dark; lines and bars have 3 to 1."""
@@ -100,12 +92,3 @@ def _luminance(colour: str) -> float:
     parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def test_a_sparkline_is_short() -> None:
-    """Of few points, whatever the number of tags; the last one is among them."""
-    assert "0,15 80,1" == sparkline([1.0, None, 2.0])
-    assert "" == sparkline([1.0])
-    line = sparkline([float(value) for value in range(1000)])
-    assert 40 == len(line.split())
-    assert line.endswith("80,1")

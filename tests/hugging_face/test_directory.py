@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology, convert, load_checkpoint
@@ -25,17 +24,13 @@ from nxd_ckpt.errors import (
     UnsafePickle,
     UnsupportedState,
 )
-from nxd_ckpt.formats import assembly
-from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.by_path import find_by_path
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.tag.mappings import find_mapping
-from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.formats.assemblies import read_leaf
-from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, write_config, write_model
 
@@ -119,30 +114,6 @@ def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, file: str, com
         with pytest.raises(UnsupportedState, match=complaint):
             convert(tmp_path / file, tmp_path / "run" / "step_0", to="tag", names=names)
     assert [tmp_path / file] == [*tmp_path.iterdir()]
-
-
-@given(job=jobs())
-@settings(max_examples=40)
-def test_every_rank_reads_what_a_conversion_by_hand_gives_it(
-    tmp_path_factory: pytest.TempPathFactory, job: Job
-) -> None:
-    """Any sizes, heads and copies: each rank's tensors straight from the files, no more bytes without gaps."""
-    path = tmp_path_factory.mktemp("hf")
-    state = write_model(path, job.model, shards=2)
-    log: list[Operation] = []
-    directory = HuggingFaceDirectory(HookedStorage(LocalStorage(path), log.append))
-    topology = Topology(dp=job.ep, tp=job.tp, ep=job.ep)
-    for at in map(topology.at, range(topology.world_size)):
-        source = mapped(directory, job)
-        held = job.rank(state, at.tp_rank, at.ep_rank)
-        for match in find_mapping(None, directory.config).matches(held):
-            expected = held[match.name]
-            leaf = source.assembly(match, at, dtype_name(expected.dtype), tuple(expected.shape))
-            log.clear()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(assembly, "_GAP", 0)
-                assert torch.equal(expected, read_leaf(leaf, directory.files.read_ranges)), match.name
-            assert sum(one.nbytes for one in log) <= expected.nbytes
 
 
 def test_tied_tensors_are_read_from_what_they_are_tied_to(tmp_path: Path) -> None:

@@ -55,16 +55,6 @@ def test_every_job_exports_its_model(tmp_path: Path, name: str, use_xser: bool) 
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_tags_of_nxd_are_exported_too(tmp_path: Path, name: str) -> None:
-    """Without index and manifest: files and mapping say all that is needed."""
-    job = JOBS[name]
-    state = job.model.state()
-    export(write_as_nxd(tmp_path / "run", job, state), tmp_path / "out", job)
-    assert [] == differences(state, weights(tmp_path / "out"))
-    assert ["config.json", "model.safetensors"] == sorted(path.name for path in (tmp_path / "out").iterdir())
-
-
 def test_checkpoints_of_old_versions_are_exported(tmp_path: Path) -> None:
     """NxD 0.3 to 0.5: the directory itself is the checkpoint."""
     job = Job(Model(), tp=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
@@ -74,17 +73,6 @@ def test_an_export_goes_to_an_object_store(tmp_path: Path, size_per_shard: str) 
     assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
     convert(tag, f"{url}/hf", to="hf", overwrite=True, **{**how, "size_per_shard": "2kB"})
     assert [] == differences(JOB.model.state(), stored(f"{url}/hf"))
-
-
-def test_an_export_reads_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain or compressed, as it reads the tag that was packed."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    config = write_config(tmp_path / "config", JOB.model.config)
-    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
-    for name in ("one.tar", "one.tgz"):
-        convert(tag, tmp_path / name, to="tar")
-        convert(tmp_path / name, tmp_path / f"{name}-hf", to="hf", config=config, kv_size_multiplier=2)
-        assert [] == differences(JOB.model.state(), weights(tmp_path / f"{name}-hf"))
 
 
 def test_on_a_store_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,18 +94,6 @@ def test_there_and_back_gives_the_same_tensors(job: Job) -> None:
     assert sorted(state) == sorted({*mapping_of(job.model).required(sizes_of(job)), *(n for n in state if "bias" in n)})
 
 
-@given(jobs())
-def test_query_heads_lie_beside_the_key_value_head_that_they_attend_to(job: Job) -> None:
-    """Whatever the number of copies and the hardware: what makes attention come out right on every rank."""
-    heads = Heads(job.model.heads, job.model.kv_heads, 1, job.copies, job.hardware)
-    query, kv = (
-        [run.hf + offset for run in heads.runs(kind) for offset in range(run.length)] for kind in ("query", "kv")
-    )
-    beside = len(query) // len(kv)
-    group = job.model.heads // job.model.kv_heads
-    assert [head // group for head in query] == [kv[place // beside] for place in range(len(query))]
-
-
 def test_the_orders_of_heads_are_nxds() -> None:
     """64 heads, 16 of k and v, kept 4 times: as in NxD's own converter."""
     first = [run.hf for run in Heads(64, 16, 1, 4, "trn1").runs("query")][:17]

@@ -306,15 +306,6 @@ def test_a_url_is_refused_at_once(url: str, tmp_path: Path, monkeypatch: pytest.
     assert [] == [*tmp_path.iterdir()]
 
 
-def test_a_url_of_the_local_file_system_is_a_directory(tmp_path: Path, whole: list[float]) -> None:
-    """As everywhere in this package."""
-    Job(f"file://{tmp_path}").run(2)
-    assert ["checkpoint_0", "checkpoint_1"] == names(tmp_path)
-    job = Job(f"file://{tmp_path}")
-    assert 2 == job.resume()
-    assert whole[2:] == job.run(2)
-
-
 def test_the_example_runs_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """examples/train_accelerate.py, twice."""
     for steps in ("2", "3"):

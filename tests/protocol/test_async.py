@@ -16,7 +16,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
 from tests.protocol.job import HANGS, Job, until
-from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+from tests.protocol.states import visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -181,21 +181,6 @@ def opened_by_the_first(rank: int, path: Path) -> bool:
 def test_the_audit_notices_files(tmp_path: Path) -> None:
     """A first save does open some."""
     assert [True] == Job(1, opened_by_the_first, tmp_path).values()
-
-
-def many_async_saves(rank: int, path: Path) -> list[str]:
-    """Ten saves one after the other, never waited for; then what a load finds."""
-    saver = checkpointer(path, rank, 2)
-    for number in range(10):
-        save(saver, f"step_{number}", number, async_save=True, num_kept_ckpts=2)
-    saver.close()
-    return visible_tags(path)
-
-
-def test_each_of_a_row_of_async_saves_succeeds(tmp_path: Path) -> None:
-    """Each save waits for the one before; all succeed, and the last ones are kept."""
-    assert [["step_8", "step_9"]] * 2 == Job(2, many_async_saves, tmp_path, group=True).values()
-    assert (8, 9) == (saved_value(tmp_path, "step_8", 2), saved_value(tmp_path, None, 2))
 
 
 def test_a_save_tells_its_timings_and_bytes(tmp_path: Path) -> None:

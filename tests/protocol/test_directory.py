@@ -206,14 +206,6 @@ def test_a_job_on_another_host_that_beats_is_respected(tmp_path: Path) -> None:
     assert [] == visible_tags(tmp_path)
 
 
-def test_a_job_on_another_host_that_is_silent_is_taken_over(tmp_path: Path) -> None:
-    """After the patience without a heartbeat."""
-    lease_of_another_host(tmp_path)
-    with Checkpointer(tmp_path, timeout=1) as saver:
-        saver.save("t", {"weight": torch.ones(3)})
-    assert ["t"] == visible_tags(tmp_path)
-
-
 def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -> None:
     """It was silent for too long, and is back: it neither publishes nor takes the new holder's lease away."""
     take_over, looked = threading.Event(), threading.Semaphore(0)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.errors import DirectoryInUse, SaveFailed
+from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.protocol.job import HANGS
 from tests.protocol.states import PATIENCE, lose_patience
-from tests.protocol.stores import Moment, Process, before, bury, strays, values
+from tests.protocol.stores import Moment, Process, before, strays, values
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -46,142 +46,6 @@ def save_all(processes: Sequence[Process], tag: str, value: int, **options: Any)
 
 def end_all(processes: Sequence[Process]) -> None:
     together(*(process.end for process in processes))
-
-
-def test_a_second_live_job_is_refused() -> None:
-    """It says who is there, and writes nothing; the first one goes on."""
-    store = MemoryStorage()
-    first = ranks(store, "one")
-    before_it = store.keys
-    refused = Process(store, run="two")
-    error = refused.save("second", 2)
-    assert DirectoryInUse is type(error)
-    assert "run one" in str(error)
-    assert {*store.keys} <= {*before_it}  # the first may still tidy up
-    assert [None, None] == save_all(first, "second", 3)
-    end_all([refused, *first])
-    assert {"first": 1, "second": 3} == values(store, 2)
-
-
-SUSPENDED: list[tuple[str, Moment]] = [
-    ("its intent", before("link_new", "t/checkpoint")),
-    ("its data", before("create", ".pt")),
-    ("the end of its data", before("close", ".pt")),
-    ("its index", before("link_new", ".json")),
-    ("its manifest", before("link_new", "manifest.json")),
-    ("its done", before("link_new", "t/done")),
-]
-
-
-@pytest.mark.parametrize("moment", [moment for _, moment in SUSPENDED], ids=[name for name, _ in SUSPENDED])
-@pytest.mark.parametrize("tag", ["t", "other"])
-def test_a_job_that_was_taken_over_and_wakes_up_publishes_nothing(moment: Moment, tag: str) -> None:
-    """It publishes nothing and overwrites nothing, whether its successor saves the same tag or another one."""
-    store = MemoryStorage()
-    sleeper = Process(store)
-    assert None is sleeper.save("first", 1)
-    awake = threading.Event()
-    sleeper.suspend(moment, awake)
-    outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(sleeper.save("t", 2)))
-    thread.start()
-    assert sleeper.reached.wait(HANGS)
-    bury(store)
-    successor = Process(store)
-    assert None is successor.save(tag, 3)
-    awake.set()
-    thread.join(HANGS)
-    assert isinstance(outcome[0], SaveFailed)
-    assert {"first": 1, tag: 3} == values(store)
-    assert None is successor.save("t", 4, overwrite=True)
-    sleeper.end()
-    successor.end()
-    assert {"first": 1, tag: 3, "t": 4} == values(store)
-
-
-def test_the_done_of_a_job_that_wakes_up_to_die_is_no_tag() -> None:
-    """Its ``done``, beside which all else was removed, makes no tag; the name can be saved to."""
-    store = MemoryStorage()
-    sleeper = Process(store)
-    assert None is sleeper.save("first", 1)
-    awake = threading.Event()
-
-    def sleep() -> None:
-        awake.wait()
-        sleeper.arm(before("sync_dir", "t"))
-
-    sleeper.arm(before("link_new", "t/done"), sleep)
-    thread = threading.Thread(target=sleeper.save, args=("t", 2))
-    thread.start()
-    assert sleeper.reached.wait(HANGS)
-    bury(store)
-    successor = Process(store)
-    assert None is successor.save("other", 3)
-    awake.set()
-    thread.join(HANGS)
-    assert ["t/done"] == [key for key in store.keys if key.startswith("t/")]
-    assert {"first": 1, "other": 3} == values(store)
-    assert None is successor.save("t", 4, overwrite=True)
-    sleeper.end()
-    successor.end()
-    assert {"first": 1, "other": 3, "t": 4} == values(store)
-
-
-def test_a_key_that_another_job_took_meanwhile_stays_its() -> None:
-    """Is an error of the save, and stays that job's."""
-    store = MemoryStorage()
-    process = Process(store)
-    assert None is process.save("first", 1)
-    key = "t/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
-    process.arm(before("close", key), lambda: store.write(key, b"theirs"))
-    error = process.save("t", 2)
-    assert SaveFailed is type(error)
-    assert "FileExistsError" in str(error)
-    process.end()
-    assert {"first": 1} == values(store)
-
-
-@pytest.mark.parametrize("taken", ["done", "manifest.json", "checkpoint"])
-def test_a_marker_that_another_job_wrote_is_not_overwritten(taken: str) -> None:
-    """The save fails and says so; nothing of theirs is overwritten."""
-    store = MemoryStorage()
-    process = Process(store)
-    assert None is process.save("first", 1)
-    process.arm(before("link_new", f"t/{taken}"), lambda: store.write(f"t/{taken}", b"theirs"))
-    error = process.save("t", 2)
-    assert SaveFailed is type(error)
-    assert "else meanwhile" in str(error) or "another job" in str(error)
-    if taken == "done":  # to us a complete tag, which nobody removes
-        assert b"theirs" == store.read("t/done")
-    process.end()
-
-
-@pytest.mark.parametrize("key", ["t/done", "t/manifest.json", "t/checkpoint"])
-def test_a_lost_reply_does_not_hide_whether_the_tag_is_there(key: str) -> None:
-    """A marker that was written though the storage said that it failed: the save knows whether its tag is there."""
-    store = MemoryStorage()
-    process = Process(store)
-    assert None is process.save("first", 1)
-    inner = process.saver.storage.inner  # type: ignore[attr-defined]
-
-    def lose() -> None:
-        link_new = inner.link_new
-
-        def once(at: str, data: bytes) -> bool:
-            inner.link_new = link_new
-            link_new(at, data)
-            raise OSError("the reply was lost")
-
-        inner.link_new = once
-
-    process.arm(before("link_new", key), lose)
-    error = process.save("t", 2)
-    visible = values(store)
-    assert (key == "t/done") == (error is None) == ("t" in visible)
-    assert None is process.save("t", 3, overwrite=True)
-    process.end()
-    assert {"first": 1, "t": 3} == values(store)
-    assert [] == strays(store)
 
 
 def test_nothing_is_written_where_rank_0_refuses() -> None:

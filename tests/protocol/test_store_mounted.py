@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, Topology, convert, load_checkpoint
-from nxd_ckpt.errors import CheckpointError, SaveFailed
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint
+from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
-from tests.conversion.tags import optimizers, plainly, save_example, sharded, whole
 from tests.protocol.job import Died, Job, until
 from tests.protocol.states import PATIENCE, lose_patience, save, weights
-from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -142,27 +140,3 @@ def test_what_is_visible_after_a_kill_is_complete(tmp_path: Path, victim: int, n
     assert sorted([*complete, "second"]) == sorted(name for name in os.listdir(path) if name[0] != ".")
     assert [] == os.listdir(path / ".nxd_ckpt" / "staging")
     assert 3 == value_in(path, "second")
-
-
-@pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_conversion_commits_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
-    """It commits as a save does, its workers too: what fails leaves nothing, and what succeeds is a tag."""
-    source = save_example(tmp_path / "input", 2)
-    damaged = save_example(tmp_path / "damaged", 2)
-    shard = damaged / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    monkeypatch.setattr(LocalStorage, "rename", Mounted.rename)
-    output = tmp_path / "output"
-    with pytest.raises(CheckpointError, match="dp_rank_01"):
-        convert(damaged, output / "dp3", to="tag", optimizer_form="zero1", dp=3, num_workers=num_workers)
-    assert not output.exists() or [".nxd_ckpt"] == os.listdir(output)
-    for overwrite in (False, True):
-        convert(
-            source, output / "dp3", to="tag", optimizer_form="zero1", dp=3, overwrite=overwrite, num_workers=num_workers
-        )
-        assert (output / "dp3" / "done").read_bytes().endswith(b"-1")
-    cut = [sharded(whole(), 3, rank) for rank in range(3)]
-    assert None is difference(plainly(cut), plainly(optimizers(output / "dp3")))
-    assert [] == os.listdir(output / ".nxd_ckpt" / "staging")

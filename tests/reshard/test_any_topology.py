@@ -113,28 +113,6 @@ def test_a_param_group_of_experts_alone(tmp_path: Path, on: str, to: str) -> Non
     check(tmp_path, weights, layout_of(on, weights), layout_of(to, weights, reverse=True))
 
 
-def test_a_checkpoint_moved_there_and_back_is_the_same(tmp_path: Path) -> None:
-    """Moved twice, through a job of another size, the checkpoint is what it was."""
-    weights = weights_of(torch.bfloat16)
-    on, over = layout_of("dp2tp2", weights), layout_of("dp3pp2", weights, reverse=True)
-    save_job(tmp_path / "first", weights, on)
-    loaded = {at.rank: fresh(weights, over, at) for at in over.ranks}
-    for rank in loaded.values():
-        load_rank(tmp_path / "first", rank, partitions=over.partitions)
-    save_as_every_rank(
-        tmp_path / "second",
-        "step_1",
-        over.ranks,
-        lambda rank: {"model": loaded[rank].model, "optimizer": loaded[rank].optimizer},
-        partitions=over.partitions,
-        durable=False,
-    )
-    for at in on.ranks:
-        rank = fresh(weights, on, at)
-        load_rank(tmp_path / "second", rank, partitions=on.partitions)
-        assert None is difference(expected(weights, on, at), rank.held())
-
-
 @pytest.mark.parametrize(("on", "to"), [("dp2tp2", "dp4"), ("pp2", "dp3")])
 @pytest.mark.one_in(2)
 def test_any_part_moves_by_itself(tmp_path: Path, on: str, to: str) -> None:

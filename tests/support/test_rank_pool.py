@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import torch
 
 from tests.support.rank_pool import RankPool, WorkerDied, WorkerError, WorkerTimeout
 
@@ -21,21 +18,6 @@ def cpu_ranks() -> Iterator[RankPool]:
     """Two plain CPU ranks."""
     with RankPool(nproc=2) as pool:
         yield pool
-
-
-class Scaled(NamedTuple):
-    """A class of the test module, to be pickled both ways."""
-
-    tensor: torch.Tensor
-    factor: int
-
-
-def summed(rank: int, scaled: Scaled) -> Scaled:
-    import torch.distributed as dist
-
-    tensor = scaled.tensor * scaled.factor * (rank + 1)
-    dist.all_reduce(tensor)
-    return Scaled(tensor, rank)
 
 
 def fails_on(rank: int, failing: int) -> int:
@@ -61,23 +43,6 @@ def stops(rank: int, where: int, begun: Path | None = None) -> str:
     return "done"
 
 
-def pid(rank: int) -> int:
-    return os.getpid()
-
-
-def test_results_come_back_by_rank(cpu_ranks: RankPool) -> None:
-    """Arguments and results of the test module's own classes travel; ranks share a gloo group."""
-    results = cpu_ranks.run(summed, Scaled(torch.tensor([1.0, 2.0]), 10))
-    assert [0, 1] == [result.factor for result in results]
-    for result in results:
-        assert torch.equal(torch.tensor([30.0, 60.0]), result.tensor)
-
-
-def test_ranks_are_kept_between_runs(cpu_ranks: RankPool) -> None:
-    """Two runs use the same processes."""
-    assert cpu_ranks.pids == cpu_ranks.run(pid) == cpu_ranks.run(pid)
-
-
 def test_exception_is_raised_with_rank_and_traceback(cpu_ranks: RankPool) -> None:
     """A failing rank's exception reaches the parent with its rank, traceback and cause."""
     with pytest.raises(WorkerError, match=r"rank 1, lookup_fails: LookupError: no batch") as caught:
@@ -85,13 +50,6 @@ def test_exception_is_raised_with_rank_and_traceback(cpu_ranks: RankPool) -> Non
     assert 1 == caught.value.rank
     assert "in lookup_fails" in caught.value.traceback
     assert isinstance(caught.value.cause, LookupError)
-
-
-def test_errors_can_be_returned(cpu_ranks: RankPool) -> None:
-    """With return_errors the other ranks' results are kept."""
-    first, second = cpu_ranks.run(lookup_fails, return_errors=True)
-    assert 0 == first
-    assert isinstance(second, WorkerError)
 
 
 def test_failure_is_raised_although_a_peer_waits(cpu_ranks: RankPool) -> None:
@@ -120,9 +78,3 @@ def test_hanging_rank_is_killed_with_its_stack(cpu_ranks: RankPool, tmp_path: Pa
         time.sleep(0.01)
     with pytest.raises(WorkerTimeout, match="in stops"):
         run.result(timeout=0)
-
-
-def test_nested_function_is_refused(cpu_ranks: RankPool) -> None:
-    """A function that a worker could not find is an error at once."""
-    with pytest.raises(ValueError, match="top level"):
-        cpu_ranks.run(lambda rank: rank)
