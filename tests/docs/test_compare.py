@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 
 import pytest
 
 from tests.docs.markdown import DOCS, tables
+from tools.old_sources import old_cells
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -20,6 +22,7 @@ LIBRARIES = [
     "TorchTitan",
     "Orbax",
     "Megatron-core",
+    "lm-resiliency",
     "SageMaker",
 ]
 
@@ -43,3 +46,10 @@ def test_every_link_is_defined() -> None:
     """Links by name, as ``[file][name]``, have an address, and no address is left over."""
     text = (DOCS / "compare.md").read_text()
     assert set(re.findall(r"\]\[([\w-]+)\]", text)) == set(re.findall(r"^\[([\w-]+)\]: https://", text, re.MULTILINE))
+
+
+def test_old_sources_are_found() -> None:
+    """Each cell of another project has a date: some day all are old, and on the day of the first none was."""
+    text = (DOCS / "compare.md").read_text()
+    assert [] == old_cells(text, date(2026, 4, 9))
+    assert len(QUESTIONS) * len(LIBRARIES[1:]) == len(old_cells(text, date(2036, 1, 1)))
