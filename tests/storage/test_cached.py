@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, delaying, recording
@@ -26,7 +27,7 @@ from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
-inner = HookedStorage(LocalStorage(sys.argv[1]), killing("read_into", "*/a.pt"))
+inner = HookedStorage(LocalStorage(sys.argv[1]), killing("read_ranges", "*/a.pt"))
 CachedStorage(inner, "tag", b"1", sys.argv[2]).fetch(["tag/model/a.pt"], lambda nbytes: None)
 """
 
@@ -65,7 +66,7 @@ def test_what_was_fetched_is_read_from_the_copy(tmp_path: Path) -> None:
 def test_a_file_is_downloaded_once_for_all(tmp_path: Path) -> None:
     """Several that want the same files at once, and one that comes later, share one download of each."""
     log: list[Operation] = []
-    inner = HookedStorage(HookedStorage(filled(), delaying("read_into", "*", 0.05)), recording(log))
+    inner = HookedStorage(HookedStorage(filled(), delaying("read_ranges", "*", 0.05)), recording(log))
     together = threading.Barrier(4)
 
     def fetch(_: int) -> int:
@@ -81,7 +82,7 @@ def test_a_file_is_downloaded_once_for_all(tmp_path: Path) -> None:
         assert 0 == cached.fetch(FILES, ignore)
     total = sum(map(len, FILES.values()))
     assert total == sum(downloaded)
-    assert total == sum(operation.nbytes for operation in log if operation.name == "read_into")
+    assert total == sum(operation.nbytes for operation in log if operation.name == "read_ranges")
 
 
 def test_a_downloader_that_dies_holds_up_nobody(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_discarded_copies_are_downloaded_anew(tmp_path: Path) -> None:
 def test_a_failing_download_is_raised_and_leaves_no_file(tmp_path: Path) -> None:
     """One file of several that is not there: nothing half is kept, and what is whole need not come again."""
     with CachedStorage(filled(), "tag", b"1", tmp_path) as cached:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(PartNotFound):
             cached.fetch(["tag/model/absent", "tag/model/b.pt"], ignore)
         cached.fetch(["tag/model/b.pt"], ignore)
         assert FILES["tag/model/b.pt"] == cached.read("tag/model/b.pt")
