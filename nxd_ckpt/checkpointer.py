@@ -26,8 +26,8 @@ from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.tags import Tag, step_of, validate_tag
 from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
+from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
-from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.loading.load import Loaded, load
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest, agreed_options
 from nxd_ckpt.options.checkpointer_options import JobOptions

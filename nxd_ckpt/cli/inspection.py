@@ -22,8 +22,8 @@ from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, TagReplaced, UnsafePickle
+from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
-from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
 from nxd_ckpt.reshard.unrecorded import names_template, partitions_template
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag

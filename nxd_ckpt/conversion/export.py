@@ -19,6 +19,7 @@ from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
 from nxd_ckpt.core.mapping import ModelMapping
+from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
@@ -37,7 +38,6 @@ from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
-from nxd_ckpt.live.model_names import CONFIG, is_adapter
 from nxd_ckpt.loading.attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images

@@ -18,11 +18,10 @@ from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, TensorEntry
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import DigestMismatch, UnsupportedState
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.state import SaveState, StateTensor
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
-from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.live.state import StateTensor
 from nxd_ckpt.loading.attempt import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.reshard.resharded_state import recorded_parameters

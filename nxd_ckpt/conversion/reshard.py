@@ -17,7 +17,7 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound
-from nxd_ckpt.live.zero1 import EXPERT_KEYS
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, locate_output
 from nxd_ckpt.output.source import Source, refuse_mixed_ranks

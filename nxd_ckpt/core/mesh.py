@@ -468,3 +468,21 @@ def _stacked(meshes: Sequence[Mesh]) -> Mesh:
     first = meshes[0]
     ranks = tuple(rank for mesh in meshes for rank in mesh.ranks)
     return Mesh(("", *first.names), (len(meshes), *first.shape), ranks)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The position of a tensor of ``shape`` on a mesh, seen by the rank at ``coordinate``."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    coordinate: Coordinate
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The boxes of the tensor that make up this rank's local one."""
+        return self.layout.pieces(self.shape, self.coordinate)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape, self.coordinate)

@@ -19,8 +19,8 @@ from nxd_ckpt.examine import counters
 from nxd_ckpt.examine.counters import Progress, whole_number
 from nxd_ckpt.examine.diff import same_digests
 from nxd_ckpt.examine.statistics import StatisticsByName, count_leaves, leaves_of, not_finite
+from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
-from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.loading.scheduled_rates import lacks_scheduled_rates
 from nxd_ckpt.reshard.plain_values import plain_values, rank_values
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer

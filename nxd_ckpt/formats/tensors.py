@@ -537,3 +537,16 @@ def _like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if hasattr(original, "_fields"):
         return type(original)(*items)
     return original  # torch.Size and its kind hold numbers only
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's."""
+    if isinstance(leaf, torch.Tensor):
+        return True
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
+
+
+def form_of(leaf: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype's name and the shape of a tensor or its stand-in."""
+    dtype = leaf.dtype
+    return (dtype if isinstance(dtype, str) else dtype_name(dtype)), tuple(leaf.shape)

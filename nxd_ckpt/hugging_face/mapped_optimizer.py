@@ -17,12 +17,11 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
-from nxd_ckpt.formats.tensors import allocated
+from nxd_ckpt.formats.optimizer_trees import STEP
+from nxd_ckpt.formats.tensors import allocated, form_of, is_tensor
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import form_of, is_tensor
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader

@@ -29,11 +29,10 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
     TopologyMismatch,
 )
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, is_tensor
 from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
-from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state

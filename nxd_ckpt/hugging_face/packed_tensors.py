@@ -13,6 +13,7 @@ from typing import Protocol
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.packing import Packed, PartSlice
+from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.sizes import Sizes
@@ -22,7 +23,6 @@ from nxd_ckpt.errors import IncompatibleState, KeyMismatch, ShapeMismatch, Topol
 from nxd_ckpt.formats.tensors import Assembly, Fragment, ReshapedAssembly, TensorStub, itemsize
 from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
-from nxd_ckpt.live.dtensor import plain_names
 
 _TEXT_MODELS = (
     ({"language_model.model.": "model.", "language_model.lm_head.": "lm_head."}, "language_model.model."),

@@ -28,9 +28,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.integrations.lightning import CheckpointIO, is_hidden, is_lightnings, package
-from nxd_ckpt.live.dtensor import canonical
 from nxd_ckpt.storage.urls import StrPath
 
 

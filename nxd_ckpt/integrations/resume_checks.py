@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.errors import IncompatibleState
-from nxd_ckpt.live.dtensor import canonical
 
 WORLD_SIZE = "world size"
 

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.tools.utils import GarbageCollection
 
 from nxd_ckpt.core.names import DONE
+from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.core.tags import in_order
-from nxd_ckpt.live.dtensor import canonical
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags

@@ -12,19 +12,21 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.mesh import Placed
+from nxd_ckpt.core.parameter_names import canonical, without_wrappers
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import ShapeProblems, size_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.state import ModelState, StateTensor
 from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import Path, dtype_name, itemsize, iter_tensors
-from nxd_ckpt.live.dtensor import Placed, canonical, is_dtensor, like, local_of, placed_of, without_wrappers
+from nxd_ckpt.formats.tensors import Path, dtype_name, form_of, is_tensor, itemsize, iter_tensors
+from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, placed_of
+from nxd_ckpt.live.frozen import Frozen
 from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root, set_extra_state
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
 from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
-    form_of,
     has_address,
-    is_tensor,
     materialize,
     memory_for,
     memory_of,
@@ -36,7 +38,6 @@ from nxd_ckpt.live.parameters import (
     spec_of,
     traits_of,
 )
-from nxd_ckpt.live.state import Frozen, ModelState, StateTensor
 from nxd_ckpt.live.torch_xla import copy_in
 from nxd_ckpt.surroundings import as_called
 

@@ -85,25 +85,6 @@ def name_in_stage(name: str, inner_names: Mapping[str, str]) -> str:
     return inner_name
 
 
-BASE_LAYER = ".base_layer"
-
-CONFIG = "lora_config"
-"""Key of the configuration in a state dict."""
-
-_MARK = "lora_"
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether the name is an adapter's."""
-    return _MARK in name
-
-
-def without_base_layer(name: str) -> str:
-    """Return a tensor's name before its layer was wrapped."""
-    return name.replace(BASE_LAYER, "")
-
-
-
 def replicated(model: Any) -> list[str]:
     """Return the name prefixes of modules that torch's data parallelism wraps, inner ones first."""
     if not isinstance(model, torch.nn.Module):

@@ -9,30 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, UnsupportedState
+from nxd_ckpt.formats.optimizer_trees import KEYS, OPTIMIZER_NAME
+from nxd_ckpt.formats.state import OptimizerForm, State, StateTensor
 from nxd_ckpt.formats.tensors import Path
-from nxd_ckpt.live.dtensor import Placed, is_dtensor
+from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.left_out import with_left_out
 from nxd_ckpt.live.load_hooks import loads_itself
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import by_name, is_model
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.optimizer_state import (
-    OPTIMIZER_NAME,
-    Keeps,
-    LeafSource,
-    OptimizerAdapter,
-    Slot,
-    flat_parameters,
-    keeps_nothing,
-)
+from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, OptimizerAdapter, Slot, flat_parameters, keeps_nothing
 from nxd_ckpt.live.optimizer_types import check_class, if_known, parameter_names
 from nxd_ckpt.live.own_form import OwnFormOptimizer, own_form_of
 from nxd_ckpt.live.plain import PlainOptimizer, TorchZeroOptimizer, is_torch_zero
-from nxd_ckpt.live.state import OptimizerForm, State, StateTensor
-from nxd_ckpt.live.zero1 import KEYS, ExpertZero1Optimizer, Zero1Optimizer
+from nxd_ckpt.live.zero1 import ExpertZero1Optimizer, Zero1Optimizer
 
 _EXPECTED = "must be a torch optimizer, an NxD optimizer or a state dict"
 

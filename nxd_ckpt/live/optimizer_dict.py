@@ -13,8 +13,11 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import Path, iter_tensors
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTERS, restore_types
+from nxd_ckpt.formats.state import State, StateTensor
+from nxd_ckpt.formats.tensors import Path, form_of, iter_tensors
 from nxd_ckpt.live.dtensor import is_dtensor
+from nxd_ckpt.live.frozen import state_of
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import (
     Keeps,
@@ -25,11 +28,9 @@ from nxd_ckpt.live.optimizer_state import (
     keeps_nothing,
     materialise,
 )
-from nxd_ckpt.live.optimizer_types import if_known, parameter_names, restore_types
-from nxd_ckpt.live.parameters import form_of, own_stride
-from nxd_ckpt.live.state import State, StateTensor, state_of
+from nxd_ckpt.live.optimizer_types import if_known, parameter_names
+from nxd_ckpt.live.parameters import own_stride
 from nxd_ckpt.live.state_names import PARAM_GROUPS, put_back, state_entries
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
 
 class DictOptimizer(OptimizerAdapter):

@@ -12,15 +12,17 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, OPTIMIZER_NAME, STEP, is_rows, options_of
+from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.formats.strides import Stride, fill, fitted, stored_stride, stride_of, strided
-from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name
-from nxd_ckpt.live.dtensor import Placed, is_dtensor, like, local_of, model_of, placed_of
+from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name, form_of, is_tensor
+from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, model_of, placed_of
+from nxd_ckpt.live.frozen import state_of
 from nxd_ckpt.live.parameters import (
-    form_of,
     is_dense,
     is_row_major,
-    is_tensor,
     is_unusual,
     memory_for,
     overlaps_itself,
@@ -30,7 +32,6 @@ from nxd_ckpt.live.parameters import (
     stride_like,
     traits_of,
 )
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot, State, StateTensor, state_of
 from nxd_ckpt.live.torch_xla import copy_in, place
 
 
@@ -155,30 +156,9 @@ class OptimizerAdapter(Protocol):
 Group = dict[str, Any]
 _Entries = dict[Any, Any]
 
-_OF_PARAMETERS = ("params", "param_names")
-"""Keys of a param group about its parameters; the rest are options."""
-
-OPTIMIZER_NAME = "nxd_ckpt_optimizer"
-"""Key of a saved param group: the name of its optimizer, where several were saved by name."""
-
-OWN_FORM = "own_form"
-"""Key, in ``state`` and in param groups, for an optimizer whose state dict has a form of its own; see own_form."""
-
-VALUE = "nxd_ckpt_value"
-"""Entry in the state of a parameter that is not the model's, such as a full-precision clone: its own value."""
-
-STEP = "step"
 
 ON_HOST = (STEP, "mu_product")
 """Entries that torch keeps on the CPU, unless the optimizer's step runs on the device as a whole."""
-
-
-ROWS = "@ranks|"
-"""Mark in the name of an entry that has a row for each rank; see optimizer_ranks."""
-
-
-def is_rows(entry: Any) -> bool:
-    return isinstance(entry, str) and ROWS in entry
 
 
 @dataclass(frozen=True)
@@ -344,11 +324,6 @@ def entries_of(slots: Iterable[Slot], state: Mapping[Any, Any]) -> Iterator[str]
     yield from (f"optim/state/{key}" for key in state if isinstance(key, str))
     for slot in slots:
         yield from map(slot.global_name, state.get(slot.key, ()))
-
-
-def options_of(group: Mapping[str, Any]) -> Group:
-    """Return the options of a param group: everything except its parameters."""
-    return {option: value for option, value in group.items() if option not in _OF_PARAMETERS}
 
 
 def restore_groups(live: Sequence[Sequence[Group]], saved: Sequence[Group], read: LeafSource) -> None:

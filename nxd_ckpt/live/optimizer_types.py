@@ -9,29 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
+from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME, VALUE
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, VALUE
-
-
-def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with ``betas`` as tuples and ``shape_info`` as ``torch.Size``: NxD writes both as lists."""
-    tree = dict(optimizer_tree)
-    if isinstance(groups := tree.get("param_groups"), list):
-        tree["param_groups"] = [_with_betas(group) for group in groups]
-    if isinstance(shapes := tree.get("shape_info"), dict):
-        tree["shape_info"] = {index: torch.Size(shape) for index, shape in shapes.items()}
-    return tree
-
-
-def _with_betas(group: Any) -> Any:
-    if isinstance(group, dict) and isinstance(group.get("betas"), list):
-        return {**group, "betas": tuple(group["betas"])}
-    return group
-
 
 _OPTIONS = {
     *("betas", "eps", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho", "lr_decay"),

@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
-from nxd_ckpt.live.dtensor import Placed, is_dtensor, like, placed_of
+from nxd_ckpt.formats.optimizer_trees import OWN_FORM
+from nxd_ckpt.formats.state import OptimizerForm, State
+from nxd_ckpt.formats.tensors import Path, form_of, iter_tensors, map_tensors
+from nxd_ckpt.live.dtensor import is_dtensor, like, placed_of
+from nxd_ckpt.live.frozen import state_of
 from nxd_ckpt.live.load_hooks import has_own_state_dict
 from nxd_ckpt.live.optimizer_state import (
-    OWN_FORM,
     AtOnce,
     Keeps,
     LeafSource,
@@ -30,8 +33,7 @@ from nxd_ckpt.live.optimizer_state import (
     materialise,
 )
 from nxd_ckpt.live.optimizer_types import if_known
-from nxd_ckpt.live.parameters import form_of, own_stride
-from nxd_ckpt.live.state import OptimizerForm, State, state_of
+from nxd_ckpt.live.parameters import own_stride
 from nxd_ckpt.surroundings import as_called
 
 _ON_MESH = "on_mesh"

@@ -14,7 +14,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name, has_own_operations, is_shards
+from nxd_ckpt.formats.tensors import contiguous_stride, form_of, has_own_operations, is_shards
 from nxd_ckpt.live import dtensor, torch_xla
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -28,19 +28,6 @@ _ATTRIBUTES = (
     "expert_model_parallel",
 )
 """Attributes that NxD's parallel layers set on parameters."""
-
-
-def is_tensor(leaf: Any) -> bool:
-    """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's."""
-    if isinstance(leaf, torch.Tensor):
-        return True
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
-
-
-def form_of(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype's name and the shape of a tensor or its stand-in."""
-    dtype = leaf.dtype
-    return (dtype if isinstance(dtype, str) else dtype_name(dtype)), tuple(leaf.shape)
 
 
 def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:

@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
-from nxd_ckpt.live.dtensor import Placed, as_part, is_dtensor, placed_of
+from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME, OWN_FORM, ROWS, VALUE, is_rows, options_of
+from nxd_ckpt.formats.state import OptimizerForm, State
+from nxd_ckpt.formats.tensors import Path, form_of, iter_tensors, map_tensors
+from nxd_ckpt.live.dtensor import as_part, is_dtensor, placed_of
 from nxd_ckpt.live.left_out import with_empty_state
 from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own, loads_itself, shows_by_user_code
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import (
     ON_HOST,
-    OPTIMIZER_NAME,
-    OWN_FORM,
-    ROWS,
-    VALUE,
     AtOnce,
     Keeps,
     LeafSource,
@@ -41,19 +40,16 @@ from nxd_ckpt.live.optimizer_state import (
     fill_state,
     flat_parameters,
     form_of_slots,
-    is_rows,
     keeps_any_shape,
     keeps_nothing,
     materialise,
-    options_of,
     overwrite,
     restore_groups,
     state_by_slots,
     traits_of_all,
 )
 from nxd_ckpt.live.optimizer_types import if_known, parameter_names
-from nxd_ckpt.live.parameters import form_of, spec_of
-from nxd_ckpt.live.state import OptimizerForm, State
+from nxd_ckpt.live.parameters import spec_of
 from nxd_ckpt.surroundings import as_called
 
 logger = logging.getLogger("nxd_ckpt")

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
 from nxd_ckpt.formats.tensors import Path, children_of, iter_tensors
 from nxd_ckpt.live.named import OBJECTS
-from nxd_ckpt.live.state import MASTER_WEIGHTS
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 
 PARAM_GROUPS = "optim/param_groups"
 """Name of the options of all param groups."""

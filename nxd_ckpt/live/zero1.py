@@ -20,6 +20,8 @@ from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, KEYS, MASTER_WEIGHTS, MASTERS, options_of, split
+from nxd_ckpt.formats.state import OptimizerForm, State
 from nxd_ckpt.formats.tensors import Path, dtype_name
 from nxd_ckpt.live.load_hooks import call_post_hooks, has_post_hooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_state import (
@@ -36,7 +38,6 @@ from nxd_ckpt.live.optimizer_state import (
     form_of_slots,
     keeps_any_shape,
     keeps_nothing,
-    options_of,
     overwrite,
     restore_groups,
     state_by_slots,
@@ -44,14 +45,9 @@ from nxd_ckpt.live.optimizer_state import (
 )
 from nxd_ckpt.live.optimizer_types import if_known
 from nxd_ckpt.live.parameters import refuse_short, spec_of
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, State
 from nxd_ckpt.live.torch_xla import copy_in, to_cpu
 
 logger = logging.getLogger(__name__)
-
-MASTERS = "sharded_master_weights"
-EXPERT_KEYS = ("ep_param_id_offset", "ep_param_group_offset", "ep_base_state_offset", "ep_shape_info_offset")
-KEYS = ("base_state", "shape_info", MASTERS, *EXPERT_KEYS)
 
 
 class Zero1Optimizer(OptimizerAdapter):
@@ -359,14 +355,3 @@ def _with_options(half: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
     return half if options_of(half) else {**other, "params": half["params"]}
 
 
-def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dicts of the ordinary and of the expert optimizer, each with indices from 0."""
-    groups, first = saved["param_groups"], saved["ep_param_group_offset"]
-    ordinary, experts = {"param_groups": groups[:first]}, {"param_groups": groups[first:]}
-    for section in ("base_state", "shape_info", MASTERS):
-        if section in saved:
-            entries = saved[section].items()
-            offset = saved["ep_base_state_offset" if section == "base_state" else "ep_shape_info_offset"]
-            ordinary[section] = {index: value for index, value in entries if index < offset}
-            experts[section] = {index - offset: value for index, value in entries if index >= offset}
-    return ordinary, experts

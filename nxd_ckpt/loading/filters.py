@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_ckpt.core.renaming import Renaming
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.live.ignoring import Ignoring, Names
-from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.loading.options import LoadOptions
 
 _BESIDE_THE_MODEL = ("optim", "scheduler", "user_content", "rank_content")

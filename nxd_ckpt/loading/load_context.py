@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.parameter_names import is_adapter
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.model_names import is_adapter
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter

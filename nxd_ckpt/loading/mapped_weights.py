@@ -16,6 +16,7 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.mapping import Match
+from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
@@ -24,7 +25,6 @@ from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, torch
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
-from nxd_ckpt.live.dtensor import plain_names
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.options import LoadRequest

@@ -21,15 +21,14 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
 from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
-from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME
+from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
+from nxd_ckpt.formats.tensors import Assembly, form_of, is_tensor
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, OptimizerAdapter
+from nxd_ckpt.live.optimizer_state import OptimizerAdapter
 from nxd_ckpt.live.optimizer_types import check_class
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
 from nxd_ckpt.live.state_names import PARAM_GROUPS, without
-from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.load_context import LoadContext
 from nxd_ckpt.loading.mapped_weights import MappedWeights

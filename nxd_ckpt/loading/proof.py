@@ -13,20 +13,19 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.findings import Finding
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME, VALUE, is_rows
+from nxd_ckpt.formats.state import State, StateTensor
 from nxd_ckpt.formats.strides import fitted, stored_stride, stride_of
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, contiguous_stride, iter_leaves
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, contiguous_stride, form_of, iter_leaves
 from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.live.load_hooks import is_users_object
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import NamedObjects, state_of
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
-from nxd_ckpt.live.optimizer_state import OPTIMIZER_NAME, VALUE, OptimizerAdapter, Slot, is_rows
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.state import MASTER_WEIGHTS, State, StateTensor
+from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
 from nxd_ckpt.live.state_names import SECTIONS, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.loading.comparison import Comparison, Digests
 from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
 from nxd_ckpt.loading.provenance import Provenance

@@ -14,8 +14,9 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import TensorEntry
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
+from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, contiguous_stride, itemsize
-from nxd_ckpt.live.state import MASTER_WEIGHTS, StateTensor
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 

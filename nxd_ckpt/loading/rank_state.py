@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
-from nxd_ckpt.formats.tensors import Path, iter_tensors
-from nxd_ckpt.live.dtensor import Placed, described_layout
-from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
+from nxd_ckpt.live.dtensor import described_layout
 from nxd_ckpt.live.state_names import PARAM_GROUPS, is_in, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag

@@ -19,11 +19,10 @@ from typing import Any
 from zlib import crc32
 
 from nxd_ckpt.coordination.agreement import Agreement
-from nxd_ckpt.core.mesh import Mesh
+from nxd_ckpt.core.mesh import Mesh, Placed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.assembly import run_of_block
 from nxd_ckpt.formats.tensors import Assembly, Fragment, contiguous_stride
-from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.tag.reading import Leaf, Takes
 
 Ranks = tuple[int, ...]

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import OptimizerMismatch
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
 from nxd_ckpt.formats.strides import dense, stride_of, with_stride
 from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_tensors, map_tensors
-from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import Keeps, OptimizerAdapter, keeps_nothing
-from nxd_ckpt.live.state import MASTER_WEIGHTS
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.rank_state import RankState
 from nxd_ckpt.tag.reading import Leaf

@@ -11,8 +11,8 @@ from nxd_ckpt.conversion.importing import import_target, outside
 from nxd_ckpt.conversion.inputs import open_as_tag
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
+from nxd_ckpt.formats.tensors import is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
-from nxd_ckpt.live.parameters import is_tensor
 from nxd_ckpt.loading.attempt import unwrapped
 from nxd_ckpt.migrate.optimum_metadata import (
     SHARDED_METADATA,

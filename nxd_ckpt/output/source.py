@@ -13,9 +13,8 @@ from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
-from nxd_ckpt.formats.tensors import Assembly, TensorStub
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import is_tensor
+from nxd_ckpt.formats.optimizer_trees import STEP
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, is_tensor
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join
 from nxd_ckpt.tag.by_path import ByPath

@@ -17,8 +17,8 @@ import torch
 
 from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
 from nxd_ckpt.errors import KeyMismatch
+from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize, map_tensors
-from nxd_ckpt.live.optimizer_state import STEP
 from nxd_ckpt.reshard.whole_tag import WholeTag
 
 

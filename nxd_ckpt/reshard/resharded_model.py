@@ -11,8 +11,7 @@ from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.suggestions import ShapeProblems
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, iter_tensors
-from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, form_of, is_tensor, iter_tensors
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.tag.files import MissingTensor
 

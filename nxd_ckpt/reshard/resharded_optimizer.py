@@ -16,11 +16,9 @@ from nxd_ckpt.core.reads import CutIndex, Read
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, iter_tensors
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state import MASTER_WEIGHTS, OptimizerForm, OptimizerSlot
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP
+from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, form_of, is_tensor, iter_tensors
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, SavedOptimizer, SavedSlot, saved_optimizer

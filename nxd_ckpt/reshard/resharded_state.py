@@ -10,14 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.parameter_names import is_adapter
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartLost, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.tensors import Assembly, digest_of
-from nxd_ckpt.live.model_names import is_adapter
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state import MASTER_WEIGHTS
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
+from nxd_ckpt.formats.tensors import Assembly, digest_of, form_of, is_tensor
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_model import ReshardedModel

@@ -9,10 +9,8 @@ from typing import Any
 from nxd_ckpt.core.param_groups import NOT_DECAYED, grouped
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
-from nxd_ckpt.live.optimizer_state import STEP, options_of
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.state import MASTER_WEIGHTS
-from nxd_ckpt.live.zero1 import EXPERT_KEYS, MASTERS, split
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP, options_of, split
+from nxd_ckpt.formats.tensors import form_of, is_tensor
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.tag.opened import OpenTag

@@ -16,12 +16,9 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, PartNotFound, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, iter_tensors
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.live.state import MASTER_WEIGHTS, ModelState, OptimizerForm, OptimizerSlot, State, StateTensor
-from nxd_ckpt.live.zero1 import MASTERS
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, STEP
+from nxd_ckpt.formats.state import ModelState, OptimizerForm, OptimizerSlot, SaveState, State, StateTensor
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, form_of, iter_tensors
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_state import recorded_state

@@ -24,9 +24,18 @@ from nxd_ckpt.errors import (
     PartNotFound,
     TopologyMismatch,
 )
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, by_digest, itemsize, iter_leaves, iter_tensors
-from nxd_ckpt.live.optimizer_state import STEP
-from nxd_ckpt.live.parameters import form_of, is_tensor
+from nxd_ckpt.formats.optimizer_trees import STEP
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    Path,
+    TensorStub,
+    by_digest,
+    form_of,
+    is_tensor,
+    itemsize,
+    iter_leaves,
+    iter_tensors,
+)
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_state
 from nxd_ckpt.tag.files import MissingTensor

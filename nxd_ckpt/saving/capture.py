@@ -16,6 +16,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.state import ModelState, SaveState, State, StateTensor
 from nxd_ckpt.formats.tensors import Path, is_shards, iter_tensors
 from nxd_ckpt.formats.unpickle import check_picklable_as_data
 from nxd_ckpt.live.data_position import is_random_state
@@ -27,8 +28,6 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, flat_parameters
 from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_unsupported
-from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.live.state import ModelState, State, StateTensor
 from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.saving.options import SaveOptions

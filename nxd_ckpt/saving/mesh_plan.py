@@ -13,14 +13,13 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshRecord, WholeTensor
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshRecord, Placed, WholeTensor
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
-from nxd_ckpt.formats.tensors import itemsize, iter_tensors
+from nxd_ckpt.formats.state import State, StateTensor
+from nxd_ckpt.formats.tensors import form_of, itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.live.dtensor import Placed, described_layout
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.state import State, StateTensor
+from nxd_ckpt.live.dtensor import described_layout
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.saving.replicas import Copy
 

@@ -14,8 +14,8 @@ from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import plan_difference
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
+from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.saving.attempt import SaveAttempt
 from nxd_ckpt.saving.background import Helpers, Worker
 from nxd_ckpt.saving.ballot import Ballot, tidy

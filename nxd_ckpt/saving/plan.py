@@ -32,15 +32,12 @@ from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
+from nxd_ckpt.formats.optimizer_trees import MASTERS, OWN_FORM
+from nxd_ckpt.formats.state import ModelState, SaveState, State
 from nxd_ckpt.formats.strides import stride_in_content
-from nxd_ckpt.formats.tensors import Assembly, Path, itemsize, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, form_of, is_tensor, itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
-from nxd_ckpt.live.optimizer_state import OWN_FORM
-from nxd_ckpt.live.parameters import form_of, is_tensor
-from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.live.state import ModelState, State
-from nxd_ckpt.live.zero1 import MASTERS
 from nxd_ckpt.saving.mesh_plan import MeshPlan
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.saving.replicas import Copy, Replicas

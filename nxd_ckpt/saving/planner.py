@@ -21,11 +21,10 @@ from nxd_ckpt.core.names import SCHEDULER
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.image import Image
+from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.formats.strides import stride_of
-from nxd_ckpt.formats.tensors import Assembly, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.live.state_names import leaf_name
 from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile

@@ -16,10 +16,9 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Claim
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import crc32
-from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.formats.state import SaveState
+from nxd_ckpt.formats.tensors import form_of, iter_tensors
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.live.parameters import form_of
-from nxd_ckpt.live.save_state import SaveState
 from nxd_ckpt.saving.mesh_plan import mesh_among
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planner import Planner

@@ -17,6 +17,7 @@ from nxd_ckpt.core.manifest import RankIndex, TensorEntry
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats import xser
+from nxd_ckpt.formats.optimizer_trees import options_of, restore_types
 from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.strides import noted
 from nxd_ckpt.formats.tensors import (
@@ -29,8 +30,6 @@ from nxd_ckpt.formats.tensors import (
     digest_of,
     iter_leaves,
 )
-from nxd_ckpt.live.optimizer_state import options_of
-from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.verification import Entries, stub_of
 

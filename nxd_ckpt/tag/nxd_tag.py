@@ -16,8 +16,8 @@ from nxd_ckpt.core.manifest import Manifest, Parts
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import iter_tensors
-from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp

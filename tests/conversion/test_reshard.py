@@ -12,7 +12,7 @@ import torch
 from nxd_ckpt import Partition, Topology, convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.conversion import tag_writer
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import as_nxd, contents, save_example

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.live.ignoring import Ignoring, digest
 from nxd_ckpt.live.named_models import open_model
-from nxd_ckpt.live.state import MASTER_WEIGHTS
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadOptions
 

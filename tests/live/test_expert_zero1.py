@@ -9,9 +9,9 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.state import StateTensor
 from tests.live.doubles import ExpertShardedOptimizer, copied, plain, read
 
 pytestmark = pytest.mark.plain

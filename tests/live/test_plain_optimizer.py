@@ -10,9 +10,9 @@ import torch
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.state import StateTensor
 from tests.live.doubles import NxDWrapper, copied, plain, read
 
 pytestmark = pytest.mark.plain

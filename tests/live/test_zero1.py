@@ -18,9 +18,9 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
     UnsupportedState,
 )
+from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.state import StateTensor
 from tests.live.doubles import NxDWrapper, ShardedOptimizer, copied, plain, read
 
 pytestmark = pytest.mark.plain

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from nxd_ckpt import Topology
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.mesh import Layout, Mesh, Shard
+from nxd_ckpt.core.mesh import Layout, Mesh, Placed, Shard
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, ReplicaLost
 from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub
-from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.loading.replicas import WORTH_IT, Broadcast, open_shared_reads
 from nxd_ckpt.loading.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.storage.base import Storage

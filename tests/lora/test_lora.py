@@ -14,9 +14,9 @@ from torch import nn
 
 import nxd_ckpt
 from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.core.parameter_names import is_adapter
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import KeyMismatch, PartNotFound, TopologyMismatch, UnsupportedState
-from nxd_ckpt.live.model_names import is_adapter
 from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config

@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, Shard
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, Placed, Shard
+from nxd_ckpt.formats.state import State, StateTensor
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.live.dtensor import Placed
-from nxd_ckpt.live.state import State, StateTensor
 from nxd_ckpt.saving.mesh_plan import WORTH_A_WRITER, MeshPlan
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_ckpt import Checkpointer, Partition, Topology, open_checkpoint
 from nxd_ckpt.errors import SaveFailed, UnsupportedState
-from nxd_ckpt.live.save_state import SaveState
+from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
-from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.nxd_tag import NxdTag, TagLayout

@@ -10,9 +10,9 @@ import torch
 
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound, UnsafePickle
+from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.live.optimizer_types import restore_types
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.nxd_tag import TagLayout

@@ -37,14 +37,12 @@ from nxd_ckpt.core.manifest import (
     dump_index,
     load_index,
 )
-from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshPlace, RankStructure, Shard, groups_of
+from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshPlace, Placed, RankStructure, Shard, groups_of
 from nxd_ckpt.core.retention import Last
 from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.live.dtensor import Placed
 from nxd_ckpt.live.named_models import open_model
-from nxd_ckpt.live.save_state import SaveState
-from nxd_ckpt.live.state import ModelState, StateTensor
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.load_context import load_context
 from nxd_ckpt.loading.options import LoadOptions

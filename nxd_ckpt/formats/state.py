@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-
-from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.manifest import ParameterSpec, Parts
+from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.formats.strides import Stride, stride_of, with_note
-from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
-from nxd_ckpt.live.dtensor import Placed, is_dtensor, local_of, placed_of, traits_of
-
-MASTER_WEIGHTS = "master_weights"
-"""Last part of the global name of a ZeRO-1 shard's full-precision values."""
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS
+from nxd_ckpt.formats.tensors import Path
 
 
 class StateTensor(NamedTuple):
@@ -124,81 +119,61 @@ class OptimizerForm:
     options: tuple[dict[str, Any], ...] = field(default=(), compare=False)
 
 
-def state_of(
-    tree: dict[str, Any],
-    describe: Callable[[Path, torch.Tensor], StateTensor],
-    cache_key: Any,
-    stride: Callable[[Path, torch.Tensor], Stride | None],
-) -> State:
-    """Return the state whose tensors ``describe(path, tensor)`` describes, depending on ``cache_key``.
+@dataclass(frozen=True)
+class SaveState:
+    """Everything that one call saves, in this rank's form.
 
-    ``stride`` returns the strides of tensors that a load would make with others.
-    """
-    frozen = Frozen(tree, stride)
+    ``optimizer_kind`` as in core.manifest.Parts; ``left_out`` says in words what is not saved.
 
-    def described() -> dict[Path, StateTensor]:
-        leaves = iter_tensors(frozen.tree, torch.Tensor)
-        if not frozen.is_placed:
-            return {path: describe(path, leaf) for path, leaf in leaves}
-        return {path: frozen.placed(describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
-
-    return State(frozen.tree, described, (cache_key, frozen.cache_key()), frozen.is_placed)
-
-
-class Frozen:
-    """A copy of the containers of ``tree``, which change during and after the copying of tensors.
-
-    (An optimizer's Python ``step`` changes them.) DTensors are replaced by this rank's parts.
+    Without ``lower_precision_weights``, weights that the optimizer's master weights represent are left out, if NxD
+    would leave them out too: only then can it load the rest. If it ``is_of_rank``, no tensors of model and optimizer
+    are copies of other ranks'.
     """
 
-    def __init__(self, tree: dict[str, Any], stride: Callable[[Path, torch.Tensor], Stride | None]) -> None:
-        # One object for a tensor each time, so that sharing stays visible.
-        self._locals: dict[int, torch.Tensor] = {}
-        self._aliases: dict[int, torch.Tensor] = {}
-        self._dtensors: dict[int, torch.Tensor] = {}
-        leaves = ((path, self._local(leaf)) for path, leaf in iter_tensors(tree, torch.Tensor))
-        self._strides = {id(leaf): own for path, leaf in leaves if (own := stride(path, leaf)) is not None}
-        self.tree: dict[str, Any] = map_tensors(tree, self._freeze, torch.Tensor)
+    model: ModelState | None = None
+    optimizer: State | None = None
+    optimizer_kind: str | None = None
+    optimizer_names: tuple[str, ...] | None = None
+    scheduler: Any = None
+    user_content: Any = None
+    rank_content: Any = None
+    use_xser: bool = False
+    lower_precision_weights: bool = True
+    left_out: Sequence[str] = ()
+    is_of_rank: bool = False
 
     @property
     def is_placed(self) -> bool:
         """True if there are DTensors in it."""
-        return bool(self._dtensors)
+        return any(state.is_placed for state in self.trees().values())
 
-    def cache_key(self) -> Any:
-        """Return a key that is equal for equal mesh positions of its DTensors and equal noted strides."""
-        strides = [stride_of(leaf) for _, leaf in iter_tensors(self.tree, torch.Tensor)] if self._strides else []
-        return list(map(traits_of, self._dtensors.values())), strides
+    def trees(self) -> dict[str, State]:
+        """Return the saved ones of model and optimizer, by field."""
+        both: dict[str, State | None] = {"model": self.model, "optimizer": self.optimizer}
+        return {part: state for part, state in both.items() if state is not None}
 
-    def live(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Return the DTensor of which a leaf of the tree is this rank's part; any other leaf unchanged."""
-        return self._dtensors.get(id(leaf), leaf)
+    def has_master_weights(self) -> bool:
+        return self.optimizer is not None and bool(self.optimizer.master_weight_entries())
 
-    def placed(self, about: StateTensor, leaf: torch.Tensor) -> StateTensor:
-        """Return the leaf's description, with the position on its mesh if it is of a DTensor.
+    def parts(self, master_weights: bool) -> Parts:
+        """Return the parts to save; ``master_weights`` is the result of `has_master_weights`."""
+        return Parts(
+            model=self.model is not None,
+            optimizer=self.optimizer_kind,
+            scheduler=self.scheduler is not None,
+            user_content=self.user_content is not None,
+            rank_content=self.rank_content is not None,
+            use_xser=self.use_xser,
+            master_weights=master_weights,
+            lower_precision_weights=self.lower_precision_weights or bool(self.needs_all_weights(master_weights)),
+        )
 
-        Raises UnsupportedState for a DTensor that is not cut into boxes.
-        """
-        live = self._dtensors.get(id(leaf))
-        return about if live is None else about._replace(placed=placed_of(about.name, live, leaf))
-
-    def _local(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not is_dtensor(tensor):
-            return tensor
-        local = self._locals.get(id(tensor))
-        if local is None:
-            local = self._locals[id(tensor)] = local_of(tensor)
-            self._dtensors[id(local)] = tensor
-        return local
-
-    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
-        local = self._local(tensor)
-        stride = self._strides.get(id(local))
-        if stride is None:
-            return local.detach() if local.requires_grad else local
-        alias = self._aliases.get(id(local))
-        if alias is None:
-            alias = self._aliases[id(local)] = with_note(local, stride)
-            if local is not tensor:
-                self._dtensors[id(alias)] = tensor
-        return alias
+    def needs_all_weights(self, master_weights: bool) -> str | None:
+        """Return why no weights of the model can be left out; None if they can."""
+        if not self.use_xser:
+            return "without use_xser=True NxD loads every weight from the model's files"
+        if not master_weights:
+            return "the optimizer holds no master weights that could stand for them (save_master_weights=True)"
+        if self.optimizer is not None and EXPERT_KEYS[0] in self.optimizer.tree:
+            return "with expert parallelism NxD loads no master weights"
+        return None
