@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from nxd_ckpt.conversion.unshard import UnshardStrategy
     from nxd_ckpt.converting import convert, unshard_checkpoint
     from nxd_ckpt.core.partition import Partition, Section
-    from nxd_ckpt.core.retention import Best, Every, Last, Within
+    from nxd_ckpt.core.retention_rules import Best, Every, Last, Within
     from nxd_ckpt.core.topology import Topology
     from nxd_ckpt.drop_in.install import install, uninstall
     from nxd_ckpt.examine.diff import diff_checkpoints

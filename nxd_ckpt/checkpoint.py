@@ -29,7 +29,7 @@ from nxd_ckpt.errors import CheckpointError, KeyMismatch, PartNotFound, as_check
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.keywords import LoadKeysKeywords, OpenKeywords
 from nxd_ckpt.live.parameters import refuse_fake_mode
-from nxd_ckpt.loading.attempt import download, open_cache
+from nxd_ckpt.loading.load_attempt import download, open_cache
 from nxd_ckpt.options.execution import DownloadOptions, OpenOptions
 from nxd_ckpt.reshard.plain_values import plain_values
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag

@@ -31,12 +31,12 @@ from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
 from nxd_ckpt.loading.load import Loaded, load
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest, agreed_options
 from nxd_ckpt.options.checkpointer_options import JobOptions
-from nxd_ckpt.saving.attempt import SaveAttempt, SaveRequest
 from nxd_ckpt.saving.capture import capture
 from nxd_ckpt.saving.options import SaveOptions, understood
 from nxd_ckpt.saving.pending import Failures, PendingSave, SaveProgress, UnfinishedSaves
 from nxd_ckpt.saving.pipeline import Pipeline, StagingPlan, await_decided
 from nxd_ckpt.saving.replica_check import refuse_differences
+from nxd_ckpt.saving.save_attempt import SaveAttempt, SaveRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath

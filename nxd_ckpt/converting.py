@@ -25,7 +25,7 @@ from nxd_ckpt.options.execution import OutputOptions
 from nxd_ckpt.output.locations import location_of, refuse_inside
 from nxd_ckpt.output.source import Source, find_source
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath, is_url, join, local_path
-from nxd_ckpt.tag.foreign.recognise import Writer
+from nxd_ckpt.tag.foreign.recognise import Program
 
 Write = Callable[[Source, StrPath, ConvertOptions], Converted]
 
@@ -71,7 +71,7 @@ _TAKES: Mapping[tuple[Form, str], str] = {
 }
 """Options that mean something for each, beside those of every output."""
 
-_OF_DCP = (Writer.TORCH_DCP, Writer.TORCH_CHECKPOINTING)
+_OF_DCP = (Program.TORCH_DCP, Program.TORCH_CHECKPOINTING)
 
 
 @as_checkpoint_errors()
@@ -109,7 +109,7 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
     names = chosen.names or kinds[0]
     if names not in kinds:
         raise InvalidArgument(f"to={form!r} has names={' or '.join(map(repr, kinds))}; found {names!r}")
-    if source.writer is Writer.HUGGING_FACE and chosen.names is None and form == "tag":
+    if source.writer is Program.HUGGING_FACE and chosen.names is None and form == "tag":
         raise InvalidArgument(
             f"{source.root.path} is a Hugging Face model: pass names='nxd' for a job with NxD's layers, or names='own' "
             "for one with transformers' own"

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain
+from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain
 from nxd_ckpt.core.tag_templates import TagValues
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.torchtitan_names import Release

@@ -15,7 +15,7 @@ from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.coordination import control_files, intents, journal
 from nxd_ckpt.core.option_classes import options_of, takes
-from nxd_ckpt.core.retention import Rule, rules_of
+from nxd_ckpt.core.retention_rules import Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import PruneKeywords

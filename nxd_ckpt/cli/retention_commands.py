@@ -10,7 +10,7 @@ from typing import Any
 from nxd_ckpt.cli import text
 from nxd_ckpt.cli.command import Command, options_of
 from nxd_ckpt.core import units
-from nxd_ckpt.core.retention import Best, Every, Last, Rule, Within
+from nxd_ckpt.core.retention_rules import Best, Every, Last, Rule, Within
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument

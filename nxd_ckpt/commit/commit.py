@@ -33,7 +33,7 @@ from nxd_ckpt.core.manifest import (
 )
 from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.phases import RankPhases
-from nxd_ckpt.core.retention import Metrics, Rule
+from nxd_ckpt.core.retention_rules import Metrics, Rule
 from nxd_ckpt.core.tags import TagInfo, next_order_time, order_text, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ

@@ -10,13 +10,13 @@ from typing import Protocol
 from nxd_ckpt.coordination.paths import ON_HOSTS
 from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.option_classes import Options, checks_keywords
-from nxd_ckpt.core.retention import Retain, Rule, rules_of
+from nxd_ckpt.core.retention_rules import Retain, Rule, rules_of
 from nxd_ckpt.core.units import AnySize, bytes_of
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
-from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage, options_for, overlap
 
 

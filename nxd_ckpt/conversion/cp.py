@@ -22,7 +22,7 @@ from nxd_ckpt.output.locations import Location, locate_copy, locate_input
 from nxd_ckpt.output.new_directories import leaving_none
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.storage.progress import report, watched
-from nxd_ckpt.storage.transfer import Pace
+from nxd_ckpt.storage.transfer import CopyPace
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import OpenTag
@@ -81,7 +81,8 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     if chosen.dry_run:
         return planned
     with _session(target, chosen) as session:
-        pace, saved = Pace(chosen.max_bytes_per_second), None if opened.manifest is None else opened.manifest.attempt
+        pace = CopyPace(chosen.max_bytes_per_second)
+        saved = None if opened.manifest is None else opened.manifest.attempt
         publication = copy_publication(session, target.name, chosen.overwrite, saved)
         with (
             watched("copy", planned.nbytes, lambda: pace.nbytes, chosen.progress),

@@ -27,7 +27,7 @@ from nxd_ckpt.output.source import Source
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.hugging_face_directory import open_weights
 from nxd_ckpt.tag.foreign.quantization import quantization_of
-from nxd_ckpt.tag.foreign.recognise import Writer
+from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.mappings import find_mapping, text_config
 
 logger = logging.getLogger("nxd_ckpt")
@@ -72,7 +72,7 @@ def to_nxd_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converte
 
     Raises the errors of `ImportedModel.state`; in a dry run not those of unknown and missing names.
     """
-    if source.writer not in (Writer.HUGGING_FACE, Writer.TORCH_XLA):
+    if source.writer not in (Program.HUGGING_FACE, Program.TORCH_XLA):
         raise UnsupportedState(
             f"{source.root.path} was written by {source.writer.value}, but names='nxd' makes NxD's layers of a Hugging "
             "Face model: leave it out, or convert to the form hf first"

@@ -22,7 +22,7 @@ from nxd_ckpt.formats.state import SaveState, StateTensor
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
-from nxd_ckpt.loading.attempt import unwrapped
+from nxd_ckpt.loading.load_attempt import unwrapped
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state

@@ -9,7 +9,7 @@ from typing import Any
 
 from nxd_ckpt.core.data_position import Position
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.retention import Metrics
+from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTerms
 from nxd_ckpt.hugging_face.imported_model import ImportTarget

@@ -24,7 +24,7 @@ from nxd_ckpt.options.conversion import ConvertOptions, Strategy, StrategyName
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.model_files import WeightFile
-from nxd_ckpt.output.output import Kind, Output
+from nxd_ckpt.output.output import Output, OutputKind
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
@@ -206,7 +206,7 @@ _FILES += [
     for part in (MODEL, OPTIM)
     for name in (INDEX, *(f"{stem}-*.{extension}" for stem in ("chunk", part) for extension in _EXTENSIONS))
 ]
-_UNSHARDED = Kind("unsharded checkpoint", tuple(_FILES))
+_UNSHARDED = OutputKind("unsharded checkpoint", tuple(_FILES))
 
 
 def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenTag | None = None) -> Converted:

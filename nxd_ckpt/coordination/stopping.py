@@ -1,4 +1,4 @@
-"""Stopping at a common step: a rank that is asked to stop tells the others (see `nxd_ckpt.core.stopping`).
+"""Stopping at a common step: a rank that is asked to stop tells the others (see `nxd_ckpt.core.stop_step`).
 
 Words go over the connections of `nxd_ckpt.coordination.peers`, and are answered on their thread. While no rank is asked
 to stop, none are sent: a step costs a look at a flag.
@@ -13,7 +13,7 @@ from typing import Any
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.peers import new_channel
-from nxd_ckpt.core.stopping import RankProgress, Tally
+from nxd_ckpt.core.stop_step import JobProgress, RankProgress
 from nxd_ckpt.core.suggestions import ranks_of
 from nxd_ckpt.errors import CheckpointError, PeerTimeout
 
@@ -44,7 +44,7 @@ class Stopping:
         self._notice, self._grace = notice, grace
         self._changed = effects.Condition()
         self._own = RankProgress()
-        self._tally = Tally(agreement.world_size)
+        self._tally = JobProgress(agreement.world_size)
         self._source: tuple[int, str] | None = None
         """The rank that was asked to stop, and the reason."""
         self._since = 0.0

@@ -23,7 +23,7 @@ from nxd_ckpt.core.mesh import MeshRecord
 from nxd_ckpt.core.parsing import as_written
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.phases import RankPhases, phases_of, phases_text
-from nxd_ckpt.core.retention import Metrics
+from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, MalformedFile, SaveFailed

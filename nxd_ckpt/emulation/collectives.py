@@ -11,7 +11,7 @@ from functools import reduce
 
 import torch
 
-from nxd_ckpt.emulation.exchange import NotEmulated, Peers
+from nxd_ckpt.emulation.exchange import GroupMembers, NotEmulated
 from nxd_ckpt.errors import InvalidArgument
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -48,19 +48,19 @@ def fill(destination: torch.Tensor, value: torch.Tensor) -> None:
     destination.data.copy_(value)
 
 
-def all_reduce(peers: Peers, reduce_type: str, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def all_reduce(peers: GroupMembers, reduce_type: str, tensor: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Return the members' tensors reduced in group order, then multiplied by ``scale``."""
     parts = peers.gather(f"all_reduce({reduce_type})", to_host(tensor))
     return _reduced(reduce_type, parts, scale).to(tensor.device)
 
 
-def all_gather(peers: Peers, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def all_gather(peers: GroupMembers, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """Return the members' tensors, concatenated along ``dim`` in group order."""
     return torch.cat(peers.gather(f"all_gather(dim={dim})", to_host(tensor)), dim).to(tensor.device)
 
 
 def reduce_scatter(
-    peers: Peers, reduce_type: str, tensor: torch.Tensor, scale: float = 1.0, dim: int = 0
+    peers: GroupMembers, reduce_type: str, tensor: torch.Tensor, scale: float = 1.0, dim: int = 0
 ) -> torch.Tensor:
     """Return this member's slice along ``dim`` of the result of `all_reduce`.
 
@@ -73,7 +73,7 @@ def reduce_scatter(
     return _reduced(reduce_type, slices, scale).to(tensor.device)
 
 
-def all_to_all(peers: Peers, tensor: torch.Tensor, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
+def all_to_all(peers: GroupMembers, tensor: torch.Tensor, split_dim: int = 0, concat_dim: int = 0) -> torch.Tensor:
     """Slice ``i`` along ``split_dim`` goes to member ``i``; the slices received are joined along ``concat_dim``.
 
     Raises:
@@ -85,7 +85,7 @@ def all_to_all(peers: Peers, tensor: torch.Tensor, split_dim: int = 0, concat_di
     return torch.cat(slices, concat_dim).to(tensor.device)
 
 
-def permute(peers: Peers, tensor: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
+def permute(peers: GroupMembers, tensor: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return the tensor of the member paired with this one as (source, target); zeros if no pair has it as target."""
     parts = peers.gather(f"collective_permute({[list(pair) for pair in pairs]})", to_host(tensor))
     sources = [source for source, target in pairs if target == peers.ranks[peers.index]]
@@ -93,7 +93,7 @@ def permute(peers: Peers, tensor: torch.Tensor, pairs: Sequence[Sequence[int]]) 
     return received.to(tensor.device)
 
 
-def broadcast(peers: Peers, tensor: torch.Tensor, root: int) -> torch.Tensor:
+def broadcast(peers: GroupMembers, tensor: torch.Tensor, root: int) -> torch.Tensor:
     """Return the tensor of the member at position ``root`` of the group."""
     return peers.gather(f"broadcast(root={root})", to_host(tensor))[root].to(tensor.device)
 

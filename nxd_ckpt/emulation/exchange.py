@@ -35,7 +35,7 @@ class PeerLost(CheckpointError):
     """A rank of the group ended, or did not arrive in time, while this one was in a collective."""
 
 
-class Peers:
+class GroupMembers:
     """The ranks of one group, in the group's order, joined by a gloo group of their own.
 
     Args:

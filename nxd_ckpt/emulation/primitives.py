@@ -17,7 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from nxd_ckpt.emulation import collectives
-from nxd_ckpt.emulation.exchange import NotEmulated, Peers
+from nxd_ckpt.emulation.exchange import GroupMembers, NotEmulated
 from nxd_ckpt.emulation.process_group import EmulatedProcessGroup
 from nxd_ckpt.emulation.world import World
 from nxd_ckpt.errors import InvalidArgument
@@ -105,7 +105,7 @@ def routed_primitives(world: World) -> dict[str, Callable[..., Any]]:
     return {f"_xla_{function.__name__}": function for function in routed}
 
 
-def _peers(world: World, groups: Groups, shard_count: int | None = None) -> Peers:
+def _peers(world: World, groups: Groups, shard_count: int | None = None) -> GroupMembers:
     """Return this rank's group, which has to have ``shard_count`` members."""
     members = world.peers(groups)
     if shard_count not in (None, len(members)):
@@ -135,7 +135,7 @@ def functional_collectives(world: World) -> dict[str, Callable[..., Tensor]]:
     kernels ignore the group.
     """
 
-    def peers(group_name: str) -> Peers:
+    def peers(group_name: str) -> GroupMembers:
         if group_name == "":
             return world.peers()
         group = _resolve_process_group(group_name)

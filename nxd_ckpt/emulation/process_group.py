@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_ckpt.emulation import collectives
-from nxd_ckpt.emulation.exchange import NotEmulated, Peers
+from nxd_ckpt.emulation.exchange import GroupMembers, NotEmulated
 
 # Pairs, since a ReduceOp compares equal to its enum value but does not hash like it.
 _REDUCE_TYPES = (
@@ -39,7 +39,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], group_rank: int, timeout: timedelta) -> None:
         super().__init__(group_rank, len(ranks))
-        self.peers = Peers(store, ranks, ranks[group_rank], timeout)
+        self.peers = GroupMembers(store, ranks, ranks[group_rank], timeout)
         self._name = ""
 
     def getBackendName(self) -> str:

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from nxd_ckpt.emulation.exchange import Peers
+from nxd_ckpt.emulation.exchange import GroupMembers
 from nxd_ckpt.errors import InvalidArgument
 
 TIMEOUT_VARIABLE = "NXD_CKPT_EMULATION_TIMEOUT"
@@ -29,9 +29,9 @@ class World:
     local_size: int
     store: Store
     timeout: timedelta
-    _peers: dict[tuple[int, ...], Peers] = field(default_factory=dict, repr=False)
+    _peers: dict[tuple[int, ...], GroupMembers] = field(default_factory=dict, repr=False)
 
-    def peers(self, groups: Sequence[Sequence[int]] | None = None) -> Peers:
+    def peers(self, groups: Sequence[Sequence[int]] | None = None) -> GroupMembers:
         """Return this rank's group among ``groups``; all ranks if there are none.
 
         Joined at the first use, then kept.
@@ -44,7 +44,7 @@ class World:
                 ranks = tuple(int(rank) for rank in group)
                 if ranks not in self._peers:
                     store = PrefixStore("nxd_ckpt.emulation/" + ",".join(map(str, ranks)), self.store)
-                    self._peers[ranks] = Peers(store, ranks, self.rank, self.timeout)
+                    self._peers[ranks] = GroupMembers(store, ranks, self.rank, self.timeout)
                 return self._peers[ranks]
         raise InvalidArgument(f"collective on rank {self.rank}: it is in none of the groups {groups}")
 

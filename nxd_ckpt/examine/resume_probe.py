@@ -21,8 +21,8 @@ from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import allocated, byte_view
 from nxd_ckpt.keywords import LoadKeywords
-from nxd_ckpt.loading.attempt import LoadAttempt
 from nxd_ckpt.loading.comparison import recorded_digest
+from nxd_ckpt.loading.load_attempt import LoadAttempt
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.opened import OpenTag

@@ -21,7 +21,7 @@ from nxd_ckpt.formats.tensors import TensorStub, itemsize
 
 
 @dataclass(frozen=True)
-class LocalTensor(Inert):
+class DTensorPart(Inert):
     """One rank's part of a DTensor of ``shape``: the stored tensor ``stub`` holds these ``pieces``."""
 
     stub: TensorStub
@@ -38,7 +38,7 @@ def layout_of(mesh: Mesh, placements: list[Placement], shape: tuple[int, ...], w
     return Layout(mesh, tuple(placements))
 
 
-def local_tensor(stub: Any, shape: tuple[int, ...], layout: Layout, coordinate: Any, what: str) -> LocalTensor:
+def local_tensor(stub: Any, shape: tuple[int, ...], layout: Layout, coordinate: Any, what: str) -> DTensorPart:
     """Return the part of the rank at ``coordinate``; raise MalformedFile if ``stub`` has another shape than it."""
     at = check_sizes(coordinate, what)
     if len(at) != len(layout.mesh.shape) or any(a >= n for a, n in zip(at, layout.mesh.shape, strict=True)):
@@ -47,7 +47,7 @@ def local_tensor(stub: Any, shape: tuple[int, ...], layout: Layout, coordinate: 
     if not isinstance(stub, TensorStub) or stub.shape != expected:
         actual = stub.shape if isinstance(stub, TensorStub) else shown(stub)
         raise MalformedFile(f"{what}: the part of a tensor of {shape} at {at} has shape {expected}, found {actual}")
-    return LocalTensor(stub, shape, layout.pieces(shape, at))
+    return DTensorPart(stub, shape, layout.pieces(shape, at))
 
 
 class _Record(Inert):
@@ -70,7 +70,7 @@ class SubclassRebuilder(Inert):
 
     __slots__ = ()
 
-    def rebuild(self, state: Any) -> LocalTensor:
+    def rebuild(self, state: Any) -> DTensorPart:
         """Return the local tensor in a DTensor's state. Raises MalformedFile, UnsupportedState."""
         slots = state[1] if isinstance(state, tuple) else state
         spec, local = slots["_spec"].fields, slots["_local_tensor"]

@@ -26,7 +26,7 @@ OPTIMIZER_NAME = "nxd_ckpt_optimizer"
 """Key of a saved param group: the name of its optimizer, where several were saved by name."""
 
 OWN_FORM = "own_form"
-"""Key, in ``state`` and in param groups, for an optimizer whose state dict has a form of its own; see `live.own_form`."""
+"""Key, in ``state`` and in param groups, for an optimizer whose state dict has a form of its own: see own_form."""
 
 VALUE = "nxd_ckpt_value"
 """Entry in the state of a parameter that is not the model's, such as a full-precision clone: its own value."""

@@ -25,7 +25,7 @@ from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.coordination.paths import PINS, STAGING
 from nxd_ckpt.core.names import DONE, HIDDEN, INDEX_DIR, MANIFEST, MARKER, SCHEDULER
 from nxd_ckpt.core.option_classes import split_options
-from nxd_ckpt.core.retention import Last
+from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.saving.pending import PendingSave

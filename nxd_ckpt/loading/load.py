@@ -29,8 +29,8 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live.parameters import refuse_fake_mode
-from nxd_ckpt.loading.attempt import LoadAttempt, PreparedLoad, open_cache
 from nxd_ckpt.loading.collective_checks import filter_summary
+from nxd_ckpt.loading.load_attempt import LoadAttempt, PreparedLoad, open_cache
 from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.loading.overwriting import overwriting
 from nxd_ckpt.loading.retries import LoadRetries
@@ -40,7 +40,7 @@ from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.union import Copy, Source, choose_nearest
+from nxd_ckpt.tag.union import TagCopy, TagSource, choose_nearest
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -100,7 +100,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
         if decided.by_path is not None:
             inside, _ = around(storages[0], agreed_tag, request.place)
             return _load_by_path(inside, ByPath(*decided.by_path), request)
-        source = retries.source(Source(*decided.source))
+        source = retries.source(TagSource(*decided.source))
         try:
             loaded = one_load(source.open(storages), source, request)
         except Exception as error:  # all ranks get here: the one with the error raises it unchanged
@@ -114,7 +114,7 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
 
 
 def one_load(
-    storage: Storage, source: Source, request: LoadRequest, opens: Opens = open_complete_tag
+    storage: Storage, source: TagSource, request: LoadRequest, opens: Opens = open_complete_tag
 ) -> PreparedLoad:
     """Load the tag of ``source`` through ``storage``; see "One load" in docs/architecture.md. Collective.
 
@@ -146,7 +146,7 @@ def one_load(
     return load
 
 
-def _opened(storage: Storage, source: Source, request: LoadRequest, opens: Opens, caches: ExitStack) -> LoadAttempt:
+def _opened(storage: Storage, source: TagSource, request: LoadRequest, opens: Opens, caches: ExitStack) -> LoadAttempt:
     """Open the tag. Names are compared at once unless filters of other ranks count. ``caches`` outlive the load."""
     refuse_fake_mode()
     options, cache = request.options, None
@@ -171,7 +171,7 @@ def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest) -> Load
         where = f"{storage.url}/{found.key}"
         raise InvalidArgument(f"{where} was named by its path: pre_download= is for the tags of a directory")
     opens = partial(found.open, tells=request.agreement.rank == 0)
-    loaded = one_load(storage, Source(found.key, [0]), request, opens)
+    loaded = one_load(storage, TagSource(found.key, [0]), request, opens)
     return Loaded(None if found.is_weights else found.key, loaded.user_content)
 
 
@@ -211,12 +211,12 @@ def _checkpoint_at(
         return _Decision((), found)
 
 
-def _warn_of_skipped(agreement: Agreement, where: str, unfit: Mapping[Copy, str]) -> None:
+def _warn_of_skipped(agreement: Agreement, where: str, unfit: Mapping[TagCopy, str]) -> None:
     if unfit and agreement.rank == 0:
         logger.warning("%s was loaded, not the latest tag: %s", where, _skipped_text(unfit))
 
 
-def _skipped_text(unfit: Mapping[Copy, str]) -> str:
+def _skipped_text(unfit: Mapping[TagCopy, str]) -> str:
     return "; ".join(f"{copy.tag!r} {why}" for copy, why in unfit.items())
 
 

@@ -24,10 +24,10 @@ from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.union import (
-    Copy,
     SaveCopies,
-    Source,
     Substitute,
+    TagCopy,
+    TagSource,
     changed_everywhere,
     copies_of_save,
     distrust_manifests,
@@ -55,19 +55,19 @@ class LoadRetries:
         self._falls_back = unnamed and self._options.fallback
         self._may_fall_back = unnamed and not self._falls_back
         self._with_optimizer = request.optimizer is not None and not self._options.loads_weights_only
-        self._repaired: dict[Copy, Source] = {}
-        self._downloaded_again: set[Copy] = set()
-        self.unfit: dict[Copy, str] = {}
+        self._repaired: dict[TagCopy, TagSource] = {}
+        self._downloaded_again: set[TagCopy] = set()
+        self.unfit: dict[TagCopy, str] = {}
 
     @property
     def number(self) -> int:
         return len(self.unfit) + len(self._repaired) + len(self._downloaded_again)
 
-    def source(self, chosen: Source) -> Source:
+    def source(self, chosen: TagSource) -> TagSource:
         """Return the source of a chosen copy, after earlier failures."""
         return self._repaired.get(chosen.copy, chosen)
 
-    def failed(self, source: Source, error: Exception) -> None:
+    def failed(self, source: TagSource, error: Exception) -> None:
         """Return if there is something left to try, else raise ``error``, which names the remedy. Collective."""
         # Not if it may only be that of a downloaded copy, or of one of several copies.
         is_single = not (self._options.pre_download or _is_replicated(self._storages[source.copy.place]))
@@ -95,14 +95,14 @@ class LoadRetries:
         else:
             raise error
 
-    def _note_damage(self, copy: Copy, why: str) -> None:
+    def _note_damage(self, copy: TagCopy, why: str) -> None:
         """Tell retention, which is rank 0's, of damage that any rank found."""
         if self._agreement.rank == 0:
             with suppress(OSError, CheckpointError):  # then it is not complete, or not there
                 storage = self._storages[copy.place]
                 note_damage(storage, Identity(storage, copy.tag), why)
 
-    def _repair(self, source: Source) -> Source | None:
+    def _repair(self, source: TagSource) -> TagSource | None:
         """Return a source that reads each file from the nearest place with an intact copy; each rank checks a share.
 
         If a place has several copies of a file, bad ones are not read any more. None if the save is in no other place,
@@ -132,7 +132,7 @@ class LoadRetries:
 
         gathered = agreement.gather(on_all(agreement, own_share))
 
-        def of_all() -> tuple[Source, Doubts] | None:
+        def of_all() -> tuple[TagSource, Doubts] | None:
             substitutes = {key: Substitute(*fields) for own, _ in gathered or () for key, fields in own.items()}
             distrusted = sorted({(key, number) for _, doubts in gathered or () for key, number in doubts})
             whole = source_with_substitutes(copies, tag, manifest_of(reference, tag).attempt, substitutes)
@@ -145,7 +145,7 @@ class LoadRetries:
         if repaired is None:
             return None
         _distrust(nearest, repaired[1])
-        return Source(*repaired[0])
+        return TagSource(*repaired[0])
 
 
 def _is_replicated(storage: Storage) -> bool:

@@ -22,7 +22,7 @@ from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
-from nxd_ckpt.loading.attempt import RenamedTag
+from nxd_ckpt.loading.load_attempt import RenamedTag
 from nxd_ckpt.migrate.family import completed, refuse_other_model
 from nxd_ckpt.migrate.source import find_origin
 from nxd_ckpt.options.conversion import ConvertOptions
@@ -33,7 +33,7 @@ from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
-from nxd_ckpt.tag.foreign.recognise import Writer
+from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, text_config
 
 
@@ -149,7 +149,7 @@ class Translation:
         facts: dict[str, Any] = {"config": self._config, "mapping": self._mapping}
         names = origin.param_names if chosen.saved_param_names is None else chosen.saved_param_names
         copies = chosen.kv_size_multiplier or origin.kv_size_multiplier
-        if origin.writer is not Writer.OPTIMUM_ADAPTER:
+        if origin.writer is not Program.OPTIMUM_ADAPTER:
             if self._mapping == INFERENCE or ((copies or 1) > 1 and chosen.hardware is None):
                 copies, facts["hardware"] = self.terms.sizes.kv_size_multiplier, self.terms.sizes.hardware
             if not self._source.is_tag:
@@ -206,7 +206,7 @@ class Translation:
     @cached_property
     def tag(self) -> HuggingFaceTag:
         """The translated tag, all of which is there. Raises the errors of its checks."""
-        if self._origin.writer is Writer.OPTIMUM_ADAPTER:
+        if self._origin.writer is Program.OPTIMUM_ADAPTER:
             raise UnsupportedState(
                 f"{self._origin.place.path} is an adapter without its base model, but training needs both; convert it "
                 "to the form hf, which peft loads onto the base"

@@ -13,7 +13,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
-from nxd_ckpt.loading.attempt import unwrapped
+from nxd_ckpt.loading.load_attempt import unwrapped
 from nxd_ckpt.migrate.optimum_metadata import (
     SHARDED_METADATA,
     json_object,
@@ -31,7 +31,7 @@ from nxd_ckpt.storage.urls import directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
-from nxd_ckpt.tag.foreign.recognise import Writer
+from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
 from nxd_ckpt.tag.mappings import INFERENCE, NEMO, own_names
 from nxd_ckpt.tag.opened import OpenTag
@@ -62,7 +62,7 @@ class Origin:
         imported: how the tag's tensors are made of a Hugging Face directory; None for all other inputs.
     """
 
-    writer: Writer
+    writer: Program
     place: Location
     opened: OpenTag
     config: str | None = None
@@ -90,7 +90,7 @@ def find_origin(source: Source, chosen: ConvertOptions) -> Origin:
     """
     is_hf = chosen.to == "hf"
     beside = TagFiles(source.root.open(), source.beside)
-    if source.writer is Writer.HUGGING_FACE:
+    if source.writer is Program.HUGGING_FACE:
         return _hugging_face(source, beside, chosen)
     if chosen.renaming and not is_hf:
         raise InvalidArgument(
@@ -141,7 +141,7 @@ def _hugging_face(source: Source, files: TagFiles, chosen: ConvertOptions) -> Or
     beside = (file for file in (*_OF_THE_RUN, OPTIMIZER_DOCUMENT) if files.has(file))
     folder = place.directory if opened.storage.is_file(place.name) else join(place.directory, place.name)
     config = folder if files.has(CONFIG) else None
-    return Origin(Writer.HUGGING_FACE, place, opened, config, left_out=(*outside(model), *beside), imported=what)
+    return Origin(Program.HUGGING_FACE, place, opened, config, left_out=(*outside(model), *beside), imported=what)
 
 
 def _tag(source: _Source) -> Origin:
@@ -272,10 +272,10 @@ def _script(source: _Source) -> Origin:
     """Describe a script's own dict, saved by torch-xla or torch DCP, with the names of its own model."""
     described, opened = _tag(source._replace(needs_rest=True)), source.opened
     writer, place = source.origin.writer, source.origin.place
-    if writer is Writer.TORCH_XLA and source.files.tag == source.beside.tag and is_trainers(source.beside.names()):
+    if writer is Program.TORCH_XLA and source.files.tag == source.beside.tag and is_trainers(source.beside.names()):
         described = _with_trainer(described, source.beside, join(place.directory, place.name))
     model = opened.model_tree(Coordinates()) if opened.parts.model else {}
-    if not model or (_TORCHTITAN in model and writer is Writer.TORCH_DCP):
+    if not model or (_TORCHTITAN in model and writer is Program.TORCH_DCP):
         raise PartNotFound(f"{opened.where} has no model under the usual keys; {_HINTS[writer]}")
     first: dict[Any, str] = {}  # a tied parameter has several names, but one entry in the optimizer
     for name, leaf in model.items():
@@ -297,29 +297,29 @@ def _presharded(source: _Source) -> Origin:
     return replace(source.origin, mapping=INFERENCE if has_own_names else None)
 
 
-_DESCRIBERS: Mapping[Writer, Callable[[_Source], Origin]] = {
-    Writer.NXD_CKPT: _tag,
-    Writer.NXD: _tag,
-    Writer.NXD_LEGACY: _tag,
-    Writer.NXDT: _lightning,
-    Writer.TORCH_XLA: _script,
-    Writer.TORCH_DCP: _script,
-    Writer.TORCH_CHECKPOINTING: _script,
-    Writer.TIERED: _script,
-    Writer.PRESHARDED: _presharded,
-    Writer.OPTIMUM: _optimum,
-    Writer.OPTIMUM_ADAPTER: _adapter,
-    Writer.OPTIMUM_OLD: _old_optimum,
-    Writer.NEMO: _nemo,
+_DESCRIBERS: Mapping[Program, Callable[[_Source], Origin]] = {
+    Program.NXD_CKPT: _tag,
+    Program.NXD: _tag,
+    Program.NXD_LEGACY: _tag,
+    Program.NXDT: _lightning,
+    Program.TORCH_XLA: _script,
+    Program.TORCH_DCP: _script,
+    Program.TORCH_CHECKPOINTING: _script,
+    Program.TIERED: _script,
+    Program.PRESHARDED: _presharded,
+    Program.OPTIMUM: _optimum,
+    Program.OPTIMUM_ADAPTER: _adapter,
+    Program.OPTIMUM_OLD: _old_optimum,
+    Program.NEMO: _nemo,
 }
 _TORCHTITAN = "tok_embeddings.weight"
 """A name by which a state dict of TorchTitan's is told from one whose names a target may keep."""
 _OTHER_KEYS = "pass the keys of model and optimizer (model_key=, optim_key=), and names='own'"
-_HINTS: Mapping[Writer, str] = {
-    Writer.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
-    Writer.TORCH_DCP: _OTHER_KEYS,
-    Writer.TORCH_CHECKPOINTING: _OTHER_KEYS,
-    Writer.TIERED: f"load it with its StorageReader, save it with torch DCP, then {_OTHER_KEYS}",
+_HINTS: Mapping[Program, str] = {
+    Program.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
+    Program.TORCH_DCP: _OTHER_KEYS,
+    Program.TORCH_CHECKPOINTING: _OTHER_KEYS,
+    Program.TIERED: f"load it with its StorageReader, save it with torch DCP, then {_OTHER_KEYS}",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from nxd_ckpt.core.arguments import Count, Kind, read, whole_number
 from nxd_ckpt.core.option_classes import Options, option, split_options
-from nxd_ckpt.core.retention import NumKept, Retain, Rule, rules_of
+from nxd_ckpt.core.retention_rules import NumKept, Retain, Rule, rules_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import Minutes, Seconds, Size
 from nxd_ckpt.storage.urls import StorageOptions

@@ -26,7 +26,7 @@ logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)
-class Kind:
+class OutputKind:
     """A kind of directory, by patterns of its files (``DIR/*.pt`` for files in a subdirectory).
 
     A directory with any other file is not replaced. ``beside`` are patterns of files that others than this kind have
@@ -48,12 +48,12 @@ def _matches(file: str, patterns: Sequence[str]) -> bool:
     return any(file.count("/") == pattern.count("/") and fnmatchcase(file, pattern) for pattern in patterns)
 
 
-HUGGING_FACE = Kind(
+HUGGING_FACE = OutputKind(
     "Hugging Face model",
     ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md"),
     ("*.py", "*.spm", "*.bpe", "vocab.*", "LICENSE*", "additional_chat_templates/*.jinja"),
 )
-TORCH_DCP = Kind("torch DCP checkpoint", ("*.distcp", ".metadata"))
+TORCH_DCP = OutputKind("torch DCP checkpoint", ("*.distcp", ".metadata"))
 
 
 class Output:
@@ -62,7 +62,9 @@ class Output:
     Raises InvalidArgument, before anything is touched, if it may not be written.
     """
 
-    def __init__(self, place: Location, *, overwrite: bool, durable: bool, kind: Kind | None = HUGGING_FACE) -> None:
+    def __init__(
+        self, place: Location, *, overwrite: bool, durable: bool, kind: OutputKind | None = HUGGING_FACE
+    ) -> None:
         self.place, self.storage, self._kind = place, place.open(durable), kind
         self._overwrite, self._made = overwrite, list[str]()
         self._lease: OutputLease | None = None

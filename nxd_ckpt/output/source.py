@@ -21,7 +21,7 @@ from nxd_ckpt.tag.by_path import ByPath
 from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
-from nxd_ckpt.tag.foreign.recognise import Writer, recognise
+from nxd_ckpt.tag.foreign.recognise import Program, recognise
 from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 
@@ -42,7 +42,7 @@ class Source:
     """
 
     place: Location
-    writer: Writer
+    writer: Program
     beside: str
     root: Location
     keys: DcpNames | None = None
@@ -63,10 +63,10 @@ class Source:
         """
         if self.keys is not None:
             opened = open_dcp(self.place, self.keys)
-        elif self.is_tag or self.writer in (Writer.OPTIMUM, Writer.OPTIMUM_ADAPTER):
+        elif self.is_tag or self.writer in (Program.OPTIMUM, Program.OPTIMUM_ADAPTER):
             opened = open_source(self.place)
         else:
-            found, tells = ByPath(self.place.name, self.writer.value), self.writer is Writer.TORCH_XLA
+            found, tells = ByPath(self.place.name, self.writer.value), self.writer is Program.TORCH_XLA
             opened = found.open(self.place.open(), self.place.name, tells=tells)
         if self.optimizer and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} was saved without an optimizer; leave out optimizer=True")
@@ -88,7 +88,7 @@ def find_source(path: StrPath, options: StorageOptions | None) -> Source:
     settle_swap(storage)
     layout = recognise(storage, place.name)
     tag = place
-    if layout.writer in (Writer.TIERED, Writer.NEMO):
+    if layout.writer in (Program.TIERED, Program.NEMO):
         tag = Location(place.directory, layout.tag, place.options)
     elif layout.tag != place.name:
         above, _, name = layout.tag.rpartition("/")

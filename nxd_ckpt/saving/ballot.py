@@ -30,10 +30,10 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
-from nxd_ckpt.saving.attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.saving.given_files import take
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replicas import Own
+from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.saving.staging import Stager
 from nxd_ckpt.saving.waves import plan_waves
 from nxd_ckpt.saving.writing import FileWriter, write_index, write_small

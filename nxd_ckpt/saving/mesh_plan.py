@@ -21,7 +21,7 @@ from nxd_ckpt.formats.tensors import form_of, itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import described_layout
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.saving.replicas import Copy
+from nxd_ckpt.saving.replicas import Replica
 
 WORTH_A_WRITER = 64 * 2**20
 """Bytes of tensors for which one more replica writes: a load reads the index of each rank that wrote."""
@@ -97,7 +97,7 @@ class MeshPlan:
                 key, references = names.structure_file(DIRECTORIES[part], self.rank), xser.references_of(state.tree)
                 yield PlannedFile(key, image_of(references), part=part, contents=xser.references_of)
 
-    def copies(self) -> Iterator[Copy]:
+    def copies(self) -> Iterator[Replica]:
         """Yield the tensors that other ranks hold too, without their places in files."""
         tensors = iter(self.record.tensors)
         for part, local in self.tensors.items():
@@ -107,7 +107,7 @@ class MeshPlan:
                     own = tensor.about.placed
                     mesh = None if own is None else described_layout(own.layout)
                     what = f"{part} {self._numbers[id(layout)]}"
-                    yield Copy(part, number, tensor.about.name, layout.rank_of(at, whole.replica), what, None, mesh)
+                    yield Replica(part, number, tensor.about.name, layout.rank_of(at, whole.replica), what, None, mesh)
 
     def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed

@@ -11,7 +11,7 @@ from typing import Any
 from nxd_ckpt.core.names import is_own, is_own_folder
 from nxd_ckpt.core.option_classes import Options, option, options_of
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, Rule, recorded_metrics, rules_of
+from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain, Rule, recorded_metrics, rules_of
 from nxd_ckpt.core.tag_templates import filled_tag
 from nxd_ckpt.core.tags import tag_of_step, validate_tag
 from nxd_ckpt.core.units import Size, size

@@ -16,20 +16,20 @@ from nxd_ckpt.core.votes import plan_difference
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.saving.attempt import SaveAttempt
 from nxd_ckpt.saving.background import Helpers, Worker
 from nxd_ckpt.saving.ballot import Ballot, tidy
 from nxd_ckpt.saving.pending import SaveProgress
 from nxd_ckpt.saving.plan import SavePlan
-from nxd_ckpt.saving.planner import Planner
 from nxd_ckpt.saving.replica_check import agree_on_groups, mesh_summary
+from nxd_ckpt.saving.save_attempt import SaveAttempt
+from nxd_ckpt.saving.save_planner import Planner
 from nxd_ckpt.saving.staging import Stager
 from nxd_ckpt.saving.staging_buffers import buffers_of
 from nxd_ckpt.saving.waves import Wave, end_of, plan_waves
 from nxd_ckpt.saving.writing import WRITERS
 from nxd_ckpt.storage.arena import whole_pages
 from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.storage.throttle import Pace
+from nxd_ckpt.storage.throttle import SavePace
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -128,7 +128,7 @@ class Pipeline:
         The last wave of an async save has its maximum rate until it is ``awaited``; callers wait for all others.
         """
         rate, buffers = attempt.request.options.max_bytes_per_second, self._buffers
-        pace = None if awaited is None or rate is None else Pace(rate, awaited)
+        pace = None if awaited is None or rate is None else SavePace(rate, awaited)
         nbytes = max(map(end_of, planned.waves), default=0)
         stager = self._stager = buffers.take(self, nbytes, self._cap(), self._stager)
         try:
@@ -190,7 +190,7 @@ class Pipeline:
         return whole_pages(self._buffers.cap(self._topology.world_size) if cap is None else cap)
 
     def _hand_over(
-        self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], pace: Pace | None, *, wait: bool
+        self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], pace: SavePace | None, *, wait: bool
     ) -> None:
         written, plan = effects.Event(), attempt.plan
         assert plan is not None

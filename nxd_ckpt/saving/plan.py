@@ -40,7 +40,7 @@ from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.saving.mesh_plan import MeshPlan
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.saving.replicas import Copy, Replicas
+from nxd_ckpt.saving.replicas import Replica, Replicas
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -64,7 +64,7 @@ class SavePlan:
     left_out: Sequence[str] = ()
     groups: Sequence[MeshGroup] | None = None
     mesh: MeshRecord | None = None
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[Replica, ...] = ()
     writers: Mapping[str, int] = field(default_factory=dict)
     replicas: Replicas | None = None
     staged: PlannedFile | None = None
@@ -107,7 +107,7 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         why = state.needs_all_weights(parts.master_weights)
         logger.warning("avoid_saving_lower_precision_weights=True has no effect, all weights are saved: %s", why)
     files: list[PlannedFile] = []
-    copies: list[Copy] = []
+    copies: list[Replica] = []
     writers = {"scheduler": 0}
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
     shared = [part for part in (state.model, state.optimizer) if part is not None]
@@ -152,7 +152,7 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
     )
 
 
-def _with_places(copies: Iterable[Copy], files: Sequence[PlannedFile]) -> Iterator[Copy]:
+def _with_places(copies: Iterable[Replica], files: Sequence[PlannedFile]) -> Iterator[Replica]:
     """Yield the copies with their places in the files that this rank writes."""
     places = {
         (planned.part, tensor.name): (number, tensor.storage)
@@ -162,14 +162,14 @@ def _with_places(copies: Iterable[Copy], files: Sequence[PlannedFile]) -> Iterat
     return (copy._replace(place=places.get((copy.part, copy.name))) for copy in copies)
 
 
-def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[int]) -> Iterator[Copy]:
+def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[int]) -> Iterator[Replica]:
     """Yield the tensors of a part that all ranks of the ``group`` hold; ``owners`` write them, by number."""
     for number, (path, _) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
         if number in owners:
-            yield Copy(part, number, state.tensors[path].name, owners[number], part)
+            yield Replica(part, number, state.tensors[path].name, owners[number], part)
 
 
-def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collection[str]) -> Iterator[Copy]:
+def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collection[str]) -> Iterator[Replica]:
     """Yield the tensors of a part in xser files that all ep ranks hold, and ranks with ep_rank 0 write."""
     if topology.ep == 1:
         return
@@ -179,14 +179,14 @@ def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collec
     for number, (path, _) in enumerate(iter_tensors(state.tree)):
         compares = topology.ep_rank > 0 or owners.get(number) == topology.rank  # the others compare more anyway
         if number in owners and number not in experts and compares:
-            yield Copy(part, number, state.tensors[path].name, owners[number], f"{part} of all ep ranks")
+            yield Replica(part, number, state.tensors[path].name, owners[number], f"{part} of all ep ranks")
 
 
-def _numbers(part: str, state: State, writes: int) -> Iterator[Copy]:
+def _numbers(part: str, state: State, writes: int) -> Iterator[Replica]:
     """Yield the tensors of one number in a torch DCP directory, of which it has one for all ranks of a stage."""
     for number, (path, leaf) in enumerate(iter_tensors(state.tree)):
         if not form_of(leaf)[1]:
-            yield Copy(part, number, state.tensors[path].name, writes, part)
+            yield Replica(part, number, state.tensors[path].name, writes, part)
 
 
 def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:

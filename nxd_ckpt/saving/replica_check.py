@@ -21,7 +21,7 @@ from nxd_ckpt.formats.tensors import form_of, iter_tensors
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.saving.mesh_plan import mesh_among
 from nxd_ckpt.saving.plan import SavePlan
-from nxd_ckpt.saving.planner import Planner
+from nxd_ckpt.saving.save_planner import Planner
 
 _Lines = dict[str, list[Any]]
 """dtype, shape, placements and number of the mesh of each tensor, by name."""

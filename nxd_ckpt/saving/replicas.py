@@ -36,7 +36,7 @@ _SAMPLE = 2**12
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class Copy(NamedTuple):
+class Replica(NamedTuple):
     """A tensor that several ranks hold.
 
     It is the tensor ``number`` of the tree of a ``part``; the rank ``writes`` writes it for all that hold the same of
@@ -129,7 +129,7 @@ class Own:
     def names(self) -> list[str]:
         return sorted({*self.leaves, *self.absent, *self.lost})
 
-    def keep(self, copy: Copy, tensor: torch.Tensor | None) -> None:
+    def keep(self, copy: Replica, tensor: torch.Tensor | None) -> None:
         """Keep a tensor; None if it is gone."""
         if tensor is None:
             self.lost.append(copy.name)
@@ -178,8 +178,8 @@ class Replicas:
     """
 
     rank: int
-    copies: Sequence[Copy]
-    compared: Sequence[Copy]
+    copies: Sequence[Replica]
+    compared: Sequence[Replica]
     tensors: Mapping[str, Sequence[torch.Tensor]]
     values: Sequence[Values]
     known: set[str]
@@ -330,7 +330,7 @@ class Replicas:
                 own.keep_values(values, names, held)
         return own
 
-    def _held(self, number: int, copy: Copy, storage_of: Mapping[int, int]) -> torch.Tensor | None:
+    def _held(self, number: int, copy: Replica, storage_of: Mapping[int, int]) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
         tensor = self.tensors[copy.part][copy.number]
         if self.whole or tensor.nbytes <= LARGE:

@@ -37,7 +37,7 @@ from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.waves import Span, Wave
 from nxd_ckpt.storage.base import Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
-from nxd_ckpt.storage.throttle import Pace
+from nxd_ckpt.storage.throttle import SavePace
 from nxd_ckpt.tag.directory import list_tags
 
 logger = logging.getLogger("nxd_ckpt")
@@ -119,7 +119,7 @@ class FileWriter:
         self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
         self._threads, self._parent, self._closes_later = threads, parent, closes_later
         self._closing: deque[tuple[_OpenFile, Future[None]]] = deque()
-        self._pace: Pace | None = None
+        self._pace: SavePace | None = None
         self._planned_nbytes = sum(file.image.nbytes for file in files)
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
@@ -127,7 +127,7 @@ class FileWriter:
         self.nbytes = self.duplicated_nbytes = 0
         """Of all files so far; of those that were duplicated."""
 
-    def write(self, wave: Wave, views: Sequence[memoryview], pace: Pace | None = None) -> None:
+    def write(self, wave: Wave, views: Sequence[memoryview], pace: SavePace | None = None) -> None:
         """Digest and write the next wave at its ``pace``. Files that end in it are completed and synced."""
         small: list[Future[None]] = []
         self._pace = pace

@@ -39,7 +39,7 @@ class Throttle:
             return begin - now, self._free_at - now
 
 
-class Pace:
+class SavePace:
     """A limit of ``bytes_per_second`` on each of two kinds of work on the same bytes, which overlap.
 
     It ends once ``hurry`` is set.

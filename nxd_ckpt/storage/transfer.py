@@ -264,7 +264,7 @@ def _segments(nbytes: int, records: Mapping[int, int]) -> Iterator[tuple[int, in
         cursor = offset + size
 
 
-class Pace:
+class CopyPace:
     """Rate limit, progress and cancellation of a copy, shared by all of its threads.
 
     ``stop`` makes each of them give up at its next piece. ``bytes_per_second`` None is no limit.

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from nxd_ckpt.core.arguments import Kind, plain_mapping
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.archive.storage import SUFFIX, ArchiveStorage, StoredFile
+from nxd_ckpt.storage.archive.archive_storage import SUFFIX, ArchiveStorage, StorageFile
 from nxd_ckpt.storage.archive.unpacking import SUFFIXES, UnpackedFile, compression_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -50,7 +50,7 @@ def open_storage(path: StrPath, durable: bool = True, storage_options: StorageOp
 
 def _open_archive(inner: Storage, name: str) -> Storage:
     compressed = compression_of(name)
-    return ArchiveStorage(StoredFile(inner, name) if compressed is None else UnpackedFile(inner, name, compressed))
+    return ArchiveStorage(StorageFile(inner, name) if compressed is None else UnpackedFile(inner, name, compressed))
 
 
 def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -62,7 +62,7 @@ def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any]
             raise InvalidArgument(f"{text}: a directory takes no storage_options, found {', '.join(sorted(options))}")
         return LocalStorage(path, durable)
     if scheme in ("s3", "s3a"):
-        from nxd_ckpt.storage.s3.storage import open_s3
+        from nxd_ckpt.storage.s3.s3_storage import open_s3
 
         return open_s3(text, options)
     from nxd_ckpt.storage.fsspec_storage import open_fsspec

@@ -23,7 +23,7 @@ from nxd_ckpt.tag.choosing import choose
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import WeightsLayout, open_weights
-from nxd_ckpt.tag.foreign.recognise import Writer, is_untagged, open_untagged, recognise
+from nxd_ckpt.tag.foreign.recognise import Program, is_untagged, open_untagged, recognise
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.payload import PayloadFile
 
@@ -37,7 +37,7 @@ _ZIP = b"PK\x03\x04"
 
 
 class ByPath(NamedTuple):
-    """The checkpoint ``key`` of the storage, by ``writer``, a value of `Writer`: plain data, for other ranks."""
+    """The checkpoint ``key`` of the storage, by ``writer``, a value of `Program`: plain data, for other ranks."""
 
     key: str
     writer: str
@@ -45,7 +45,7 @@ class ByPath(NamedTuple):
     @property
     def is_weights(self) -> bool:
         """True if it is a model in Hugging Face's form, and no more."""
-        return self.writer == Writer.HUGGING_FACE.value
+        return self.writer == Program.HUGGING_FACE.value
 
     def open(self, storage: Storage, key: str, *, trust_pickle: bool = False, tells: bool = True) -> OpenTag:
         """Open it as ``key`` of the storage. Raises the errors of opening its layout.
@@ -54,7 +54,7 @@ class ByPath(NamedTuple):
         """
         if self.is_weights:
             return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
-        if Writer(self.writer).writes_tags:  # whatever files of others are in it
+        if Program(self.writer).writes_tags:  # whatever files of others are in it
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
         if not storage.is_file(key) and not is_untagged(TagFiles(storage, key).names()):
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
@@ -113,7 +113,7 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
         return None
     info = find_tag(storage, key) if key else None
     if info is not None and info.complete:
-        return ByPath(key, (Writer.NXD_CKPT if info.ours else Writer.NXD).value)
+        return ByPath(key, (Program.NXD_CKPT if info.ours else Program.NXD).value)
     if info is not None and info.ours:  # whatever files of others are in it
         return None
     try:

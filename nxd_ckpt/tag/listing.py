@@ -19,7 +19,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.retention import Best, Metrics
+from nxd_ckpt.core.retention_rules import Best, Metrics
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, in_order, latest, step_of
 from nxd_ckpt.core.units import size

@@ -187,14 +187,14 @@ class _Search:
         self.substitutes[key] = Substitute(None, first or "")
 
 
-class Copy(NamedTuple):
+class TagCopy(NamedTuple):
     """A tag in one of several places, by the place's number: 0 is the nearest."""
 
     place: int
     tag: str
 
 
-class Source(NamedTuple):
+class TagSource(NamedTuple):
     """Places from which the files of a tag are read.
 
     Files come from the first of ``places`` (numbers), except the keys in ``elsewhere``, each with its position in
@@ -207,9 +207,9 @@ class Source(NamedTuple):
     attempt: str | None = None
 
     @property
-    def copy(self) -> Copy:
+    def copy(self) -> TagCopy:
         """The copy from which most files are read."""
-        return Copy(self.places[0], self.tag)
+        return TagCopy(self.places[0], self.tag)
 
     def open(self, storages: Sequence[Storage]) -> Storage:
         """Return the storage to read it through."""
@@ -217,7 +217,7 @@ class Source(NamedTuple):
         return LayeredStorage(places, self.elsewhere) if self.elsewhere else places[0]
 
 
-def choose_nearest(storages: Sequence[Storage], tag: Tag | None, without: Collection[Copy] = ()) -> Source:
+def choose_nearest(storages: Sequence[Storage], tag: Tag | None, without: Collection[TagCopy] = ()) -> TagSource:
     """Return the newest complete tag that is not in ``without``, or the newest of that name, in the nearest place.
 
     Copies of one save have the same order time, so the newest save counts before the nearest place. A place without
@@ -227,7 +227,7 @@ def choose_nearest(storages: Sequence[Storage], tag: Tag | None, without: Collec
     Raises what the nearest place raised if no place has it: CheckpointNotFound, CorruptCheckpoint, OSError. PartLost if
     that has lost files. TagReplaced if it is removed meanwhile.
     """
-    lost: dict[Copy, PartLost] = {}
+    lost: dict[TagCopy, PartLost] = {}
     while True:
         try:
             copy = _newest(storages, tag, {*without, *lost})
@@ -247,13 +247,13 @@ def choose_nearest(storages: Sequence[Storage], tag: Tag | None, without: Collec
             raise TagReplaced(f"{where} was removed since it was looked up; read it again, or another tag") from error
 
 
-def _newest(storages: Sequence[Storage], tag: Tag | None, without: Collection[Copy]) -> Copy:
-    candidates: list[tuple[float, Copy]] = []
+def _newest(storages: Sequence[Storage], tag: Tag | None, without: Collection[TagCopy]) -> TagCopy:
+    candidates: list[tuple[float, TagCopy]] = []
     failed: list[Exception] = []
     for place, storage in enumerate(storages):
         try:
             info = choose(storage, tag, [copy.tag for copy in without if copy.place == place])
-            candidates.append((info.order_time, Copy(place, info.tag)))
+            candidates.append((info.order_time, TagCopy(place, info.tag)))
         except (CheckpointError, OSError) as error:
             failed.append(error)
             if len(storages) > 1 and not isinstance(error, FileNotFoundError):
@@ -263,12 +263,12 @@ def _newest(storages: Sequence[Storage], tag: Tag | None, without: Collection[Co
     return max(candidates, key=lambda candidate: (candidate[0], -candidate[1].place))[1]
 
 
-def _complete_source(storages: Sequence[Storage], copy: Copy) -> Source:
+def _complete_source(storages: Sequence[Storage], copy: TagCopy) -> TagSource:
     """Return a source with all files of a copy.
 
     A file that its storage lost comes from another place. Raises PartLost.
     """
-    storage, single = storages[copy.place], Source(copy.tag, [copy.place])
+    storage, single = storages[copy.place], TagSource(copy.tag, [copy.place])
     if not storage.may_lack_files:
         return single
     copies = copies_of_save(storages, copy.place, copy.tag)
@@ -287,15 +287,15 @@ def _complete_source(storages: Sequence[Storage], copy: Copy) -> Source:
 
 def source_with_substitutes(
     copies: SaveCopies, tag: str, attempt: str, substitutes: Mapping[str, Substitute]
-) -> Source:
+) -> TagSource:
     """Return the source of all files: the nearest place, except for ``substitutes`` and the manifest."""
     elsewhere = {key: substitute.place for key, substitute in substitutes.items() if substitute.place is not None}
     if copies.manifest != copies.places[0]:
         elsewhere[f"{tag}/{names.MANIFEST}"] = copies.places.index(copies.manifest)
-    return Source(tag, copies.places, elsewhere, attempt)
+    return TagSource(tag, copies.places, elsewhere, attempt)
 
 
-def warn_of_substitutes(places: Sequence[Storage], source: Source, substitutes: Mapping[str, Substitute]) -> None:
+def warn_of_substitutes(places: Sequence[Storage], source: TagSource, substitutes: Mapping[str, Substitute]) -> None:
     """Warn, once, of files that are not read from the nearest of ``places``, and why."""
     if source.elsewhere:
         far = first_of(places[number].url for number in sorted({*source.elsewhere.values()}))

@@ -26,8 +26,8 @@ from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wir
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
 from nxd_ckpt.saving.background import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.hosts.storage import HostsStorage
-from nxd_ckpt.storage.transfer import Pace
+from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
+from nxd_ckpt.storage.transfer import CopyPace
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
@@ -67,7 +67,7 @@ class Drain:
         self._running: PendingCopy | None = None
         self._error: Exception | None = None
         self._session: Session | None = None
-        self._pace = Pace(None)
+        self._pace = CopyPace(None)
         self._saves = 0
         # All threads start here: an exiting interpreter, which may have a tag to copy, starts none.
         self._worker = Worker("nxd_ckpt-drain")
@@ -158,7 +158,7 @@ class Drain:
     def _try(self, copy: PendingCopy) -> Exception | None:
         """Copy, with retries for errors that may pass; return the last error, which was logged, or None."""
         for tried in range(1, _TRIES + 1):
-            self._pace = Pace(self.tier.rate)
+            self._pace = CopyPace(self.tier.rate)
             if self._stopping.is_set():
                 return None
             try:

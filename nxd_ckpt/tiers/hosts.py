@@ -29,9 +29,9 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
 from nxd_ckpt.output.cp_files import TagFile, files_to_copy
 from nxd_ckpt.saving.background import Worker
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.hosts.hosts_storage import Directory, Hosts, HostsStorage
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, HostServer
-from nxd_ckpt.storage.hosts.storage import Directory, Hosts, HostsStorage
 from nxd_ckpt.storage.hosts.wire import address_of, group_addresses
 from nxd_ckpt.storage.transfer import StoredFile, digest
 from nxd_ckpt.tag.directory import list_tags

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, copy_by_pieces
 from nxd_ckpt.storage.urls import StrPath

@@ -21,7 +21,7 @@ from nxd_ckpt.core.dcp_names import DcpNames, DcpPart, Path
 from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, Parts, RankIndex
 from nxd_ckpt.core.mesh import MeshGroup, MeshRecord, WholeTensor
 from nxd_ckpt.core.partition import Partition, Piece
-from nxd_ckpt.core.retention import Metrics, Rule
+from nxd_ckpt.core.retention_rules import Metrics, Rule
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, itemsize, map_tensors
@@ -42,7 +42,7 @@ _STAGED = 128 * 2**20
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StagedChunk:
     """A ``box`` of the tensor ``name`` ("model/embed.weight"), of ``dtype``; ``read`` returns it when it is staged."""
 
     name: str
@@ -93,7 +93,7 @@ class DcpSave(CollectedSave):
         """True if nothing will end it: its thread has ended, or has begun another save."""
         return self._thread is effects.current_thread() or not self._thread.is_alive()
 
-    def write(self, chunks: Sequence[Chunk]) -> Vote:
+    def write(self, chunks: Sequence[StagedChunk]) -> Vote:
         """Write this rank's chunks, durably; return its vote, on rank 0 without the index, which comes last."""
         started, rank = effects.monotonic(), self.session.topology.rank
         files = [
@@ -171,7 +171,7 @@ class DcpSave(CollectedSave):
 class _Deferred(Sequence[Any]):
     """Tensors that are made only when they are staged, since a planner may allocate memory for each."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[StagedChunk]) -> None:
         self._chunks = chunks
 
     def __len__(self) -> int:
@@ -183,7 +183,7 @@ class _Deferred(Sequence[Any]):
         )
 
 
-def _shard_file(key: str, chunks: Sequence[Chunk]) -> PlannedFile:
+def _shard_file(key: str, chunks: Sequence[StagedChunk]) -> PlannedFile:
     tree: dict[str, Assembly] = {}
     tensors = []
     for storage, chunk in enumerate(chunks):

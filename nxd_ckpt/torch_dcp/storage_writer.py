@@ -31,7 +31,7 @@ from nxd_ckpt.core.arguments import plain_value
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, DcpPart, names_of
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.retention import GivenMetrics, NumKept, Retain, recorded_metrics, rules_of
+from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain, recorded_metrics, rules_of
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import Seconds
@@ -52,7 +52,7 @@ from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join, open_storage
-from nxd_ckpt.torch_dcp.dcp_save import Chunk, CollectedState, DcpSave, WrittenTensor, contents_of
+from nxd_ckpt.torch_dcp.dcp_save import CollectedState, DcpSave, StagedChunk, WrittenTensor, contents_of
 
 
 def read_value(data: bytes, name: str, trust_pickle: bool) -> Any:
@@ -327,7 +327,7 @@ class StorageWriter(TorchStorageWriter):
 
     def _write(self, save: DcpSave, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         paths = plan.planner_data or {}
-        chunks: list[Chunk] = []
+        chunks: list[StagedChunk] = []
         results = []
         sent = 0
         for item in plan.items:
@@ -391,7 +391,7 @@ def _items(plans: Iterable[SavePlan]) -> list[DcpItem]:
     return list(items.values())
 
 
-def _chunk(name: str, item: WriteItem, planner: SavePlanner) -> Chunk:
+def _chunk(name: str, item: WriteItem, planner: SavePlanner) -> StagedChunk:
     """Return the item's chunk, whose tensor is made when it is read."""
     data = item.tensor_data
     if data is None:
@@ -408,7 +408,7 @@ def _chunk(name: str, item: WriteItem, planner: SavePlanner) -> Chunk:
             )
         return tensor
 
-    return Chunk(name, dtype_name(dtype), box, read)
+    return StagedChunk(name, dtype_name(dtype), box, read)
 
 
 def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

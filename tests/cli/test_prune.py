@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, list_checkpoints, prune
-from nxd_ckpt.core.retention import Every, Last
+from nxd_ckpt.core.retention_rules import Every, Last
 from nxd_ckpt.errors import DirectoryInUse, UnsafePickle
 from nxd_ckpt.prune import pin_checkpoint, prune_checkpoints
 from nxd_ckpt.storage.base import Storage

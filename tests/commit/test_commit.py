@@ -22,7 +22,7 @@ from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.phases import RankPhases
-from nxd_ckpt.core.retention import Last
+from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.core.tags import same_time
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote

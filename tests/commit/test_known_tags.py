@@ -9,7 +9,7 @@ import torch
 
 from nxd_ckpt import save_checkpoint
 from nxd_ckpt.commit.retention import judge_tags
-from nxd_ckpt.core.retention import Every, Last
+from nxd_ckpt.core.retention_rules import Every, Last
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording

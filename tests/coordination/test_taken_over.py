@@ -21,7 +21,7 @@ from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_c
 from nxd_ckpt.saving.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.transfer import Pace
+from nxd_ckpt.storage.transfer import CopyPace
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
@@ -182,7 +182,7 @@ def test_a_copy_removes_nothing_in_a_store_after_a_take_over(store: MemoryStorag
     def confirm() -> bool:
         return holds[0] or _raise(TAKEN)
 
-    bringing = FileCopy(opened, store, TAG, CopyMeans(ThreadPoolExecutor(1), Pace(None)), confirm=confirm)
+    bringing = FileCopy(opened, store, TAG, CopyMeans(ThreadPoolExecutor(1), CopyPace(None)), confirm=confirm)
     holds[0] = False
     for call in (lambda: bringing.remove("surplus"), lambda: bringing.copy(file)):
         with pytest.raises(DirectoryInUse):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.retention import (
+from nxd_ckpt.core.retention_rules import (
     Best,
     Every,
     Last,

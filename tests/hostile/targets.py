@@ -32,7 +32,7 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import unpickle
 from nxd_ckpt.integrations.trainer_tags import TrainerTag
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
-from nxd_ckpt.storage.archive.storage import find_members
+from nxd_ckpt.storage.archive.archive_storage import find_members
 from nxd_ckpt.tag.directory import clash, is_checkpoint_of_ours_or_nxd, list_tags
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, HuggingFaceDirectory

@@ -12,7 +12,7 @@ import pytest
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, digest
 from nxd_ckpt.storage.urls import open_storage

@@ -12,7 +12,7 @@ import pytest
 
 from nxd_ckpt import Checkpointer, Tier, Topology, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
-from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, of, save, state, there, tier

@@ -14,7 +14,7 @@ from nxd_ckpt.coordination.paths import LEASE, ON_HOSTS, STAGING, VOTES
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import DirEntry, Storage, completed
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
-from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from tests.hosts.views import World
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

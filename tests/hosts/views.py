@@ -7,9 +7,9 @@ from pathlib import Path
 
 from nxd_ckpt.coordination.paths import ON_HOSTS
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
+from nxd_ckpt.storage.hosts.hosts_storage import Directory, Hosts, HostsStorage
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
 from nxd_ckpt.storage.hosts.server import HostServer, copy_nothing
-from nxd_ckpt.storage.hosts.storage import Directory, Hosts, HostsStorage
 
 SECRET = b"s" * 32
 TIMEOUT = 60.0

@@ -23,7 +23,7 @@ _SECONDS = 300.0
 _LIVE, _LOAD, _RESHARD, _SAVE = "nxd_ckpt/live/", "nxd_ckpt/loading/", "nxd_ckpt/reshard/", "nxd_ckpt/saving/"
 _STATE, _MODEL, _PLAIN, _ZERO1 = (f"{_LIVE}{name}.py" for name in ("optimizer_state", "model", "plain", "zero1"))
 _ATTEMPT, _OVER, _PLANNER, _PARTS, _TREES = (
-    f"{_LOAD}{name}.py" for name in ("attempt", "overwriting", "planner", "parts", "trees")
+    f"{_LOAD}{name}.py" for name in ("load_attempt", "overwriting", "load_planner", "parts", "trees")
 )
 _RESHARDING, _OPTIMIZER = (f"{_RESHARD}{name}.py" for name in ("resharding", "resharded_optimizer"))
 

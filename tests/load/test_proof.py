@@ -77,7 +77,7 @@ def _skips(fill_model: Callable[..., None]) -> Callable[..., None]:
 
 def test_a_fault_of_the_load_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that our own code does not fill, in place of a fault that nobody knows yet."""
-    monkeypatch.setattr("nxd_ckpt.loading.attempt.fill_model", _skips(overwriting.fill_model))
+    monkeypatch.setattr("nxd_ckpt.loading.load_attempt.fill_model", _skips(overwriting.fill_model))
     with pytest.raises(ResumeDiffers, match=r"model/0\.weight: .* Do not train on from this state"):
         _load(directory, Run(seed=1))
 

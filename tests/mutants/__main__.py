@@ -30,7 +30,7 @@ _PICKLES = [
 
 TESTS: dict[str, list[str]] = {
     "core/votes": ["tests/core/test_votes.py"],
-    "core/retention": ["tests/core/test_retention.py"],
+    "core/retention_rules": ["tests/core/test_retention.py"],
     "core/filtering": _FILTERS,
     "formats/machine": _PICKLES,
     "formats/plain_data": _PICKLES,

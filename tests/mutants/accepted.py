@@ -78,7 +78,7 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         "commit: 0.0 -> 1.0": "the clock says more than a second after 1970",
         "_clean_up: int(number) < counter -> int(number) <= counter": "on that attempt all have voted, which is enough",
     },
-    "core/retention": {
+    "core/retention_rules": {
         "Best.chosen: 1 -> 2": "only the sign matters: a factor changes no order",
     },
 }

@@ -34,7 +34,7 @@ from nxd_ckpt.coordination.control_files import pin
 from nxd_ckpt.coordination.paths import TRASH, trash_file
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import MANIFEST
-from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.errors import CheckpointNotFound, DirectoryInUse, InvalidArgument
 from nxd_ckpt.prune import pin_checkpoint, prune_checkpoints, unpin_checkpoint
 from nxd_ckpt.storage.base import Storage

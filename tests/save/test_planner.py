@@ -497,7 +497,7 @@ def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         planned.append(state)
         return plan_save(state, *where)
 
-    monkeypatch.setattr("nxd_ckpt.saving.planner.plan_save", counted_plan)
+    monkeypatch.setattr("nxd_ckpt.saving.save_planner.plan_save", counted_plan)
     found = trained()
     with Checkpointer(tmp_path, durable=False) as saver:
         for number in range(4):

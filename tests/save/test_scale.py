@@ -20,14 +20,14 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination.paths import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, Parts, RankIndex, dump_index
-from nxd_ckpt.core.retention import Last
+from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.load_context import load_context
+from nxd_ckpt.loading.load_planner import LoadPlanner
 from nxd_ckpt.loading.options import LoadOptions
-from nxd_ckpt.loading.planner import LoadPlanner
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opened import open_complete_tag

@@ -24,7 +24,7 @@ from nxd_ckpt.saving.writing import FileWriter
 from nxd_ckpt.storage import local_files
 from nxd_ckpt.storage.arena import PAGE, Arena
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.throttle import Pace
+from nxd_ckpt.storage.throttle import SavePace
 
 pytestmark = pytest.mark.plain
 
@@ -125,7 +125,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
-class Counted(Pace):
+class Counted(SavePace):
     """A pace that nobody has to keep to."""
 
     def __init__(self) -> None:

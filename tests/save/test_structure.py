@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
-from nxd_ckpt.saving.planner import Structure, structure_of
+from nxd_ckpt.saving.save_planner import Structure, structure_of
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -33,12 +33,12 @@ _JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in
 _INTENTS, _GUESTS = "nxd_ckpt/coordination/intents.py", "nxd_ckpt/coordination/guests.py"
 _MANIFEST = "nxd_ckpt/core/manifest.py"
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
-_BEGINNING, _BALLOT, _SAVED_FILES = (f"nxd_ckpt/saving/{name}.py" for name in ("attempt", "ballot", "writing"))
+_BEGINNING, _BALLOT, _SAVED_FILES = (f"nxd_ckpt/saving/{name}.py" for name in ("save_attempt", "ballot", "writing"))
 _IDENTITY = "nxd_ckpt/tag/identity.py"
 _CHOOSING = "nxd_ckpt/tag/choosing.py"
-_DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/storage.py"
+_DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/s3_storage.py"
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
-_HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("storage", "directory"))
+_HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("hosts_storage", "directory"))
 _REPLENISHING = "nxd_ckpt/tiers/hosts.py"
 _SESSION, _NEWS = "nxd_ckpt/commit/session.py", "nxd_ckpt/coordination/news.py"
 

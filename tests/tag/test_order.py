@@ -29,7 +29,7 @@ from nxd_ckpt import (
     save_checkpoint,
 )
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import in_order, undecided
 from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.storage.local import LocalStorage

@@ -14,7 +14,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.core import limits
-from nxd_ckpt.core.retention import Last
+from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.errors import MalformedFile, UnreadableFormat
 from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.verify import verify_checkpoint

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from nxd_ckpt import Checkpointer, Tier, Topology
-from nxd_ckpt.storage.hosts.storage import HostsStorage
+from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.throttle import Throttle
 from nxd_ckpt.testing.storage import HookedStorage, Operation

@@ -38,15 +38,15 @@ from nxd_ckpt.core.manifest import (
     load_index,
 )
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshPlace, Placed, RankStructure, Shard, groups_of
-from nxd_ckpt.core.retention import Last
+from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.load_context import load_context
+from nxd_ckpt.loading.load_planner import LoadPlanner
 from nxd_ckpt.loading.options import LoadOptions
-from nxd_ckpt.loading.planner import LoadPlanner
 from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.local import LocalStorage

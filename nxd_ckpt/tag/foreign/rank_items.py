@@ -23,7 +23,7 @@ from nxd_ckpt.core.mesh import Mesh, Shard
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
-from nxd_ckpt.formats.dtensors import LocalTensor, layout_of, local_tensor
+from nxd_ckpt.formats.dtensors import DTensorPart, layout_of, local_tensor
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
 from nxd_ckpt.tag.files import TagFiles
@@ -51,7 +51,7 @@ class ItemMetadata:
     tensors: Mapping[str, list[Any]] = field(default_factory=dict)
     files: Mapping[int, RankFile] = field(default_factory=dict)
 
-    def local(self, name: str, rank: int, stub: TensorStub) -> LocalTensor | None:
+    def local(self, name: str, rank: int, stub: TensorStub) -> DTensorPart | None:
         """Return the part that the rank's tensor is; None if nothing describes it. Raises MalformedFile."""
         for group in self.tensors.get(name, ()):
             if rank in group["ranks"]:
@@ -103,7 +103,7 @@ def _file(item: str, rank: int, layout: Mapping[str, Any] | None) -> RankFile:
     return RankFile(checked_key(layout["file_path"]), _FORMATS[kind])
 
 
-def _of_dtensor(data: Mapping[str, Any], rank: int, stub: TensorStub, name: str) -> LocalTensor:
+def _of_dtensor(data: Mapping[str, Any], rank: int, stub: TensorStub, name: str) -> DTensorPart:
     about, shape = data["mesh_spec"], check_sizes(data["global_shape"], name)
     sizes, ranks = check_sizes(about["mesh_shape"], name), tuple(about["mesh_data"])
     if prod(sizes) != len(ranks) or len(ranks) > RANKS:
@@ -120,7 +120,7 @@ def _shard(placement: Mapping[str, Any], name: str) -> Shard:
     return Shard(*check_sizes((placement["dim"], placement.get("split_factor", 1)), name))
 
 
-def _of_boxes(data: Mapping[str, Any], rank: int, stub: TensorStub, name: str) -> LocalTensor:
+def _of_boxes(data: Mapping[str, Any], rank: int, stub: TensorStub, name: str) -> DTensorPart:
     """Return the part of a tensor that said itself which boxes of the global one it holds."""
     shape = check_sizes(data["global_shape"], name)
     pieces = tuple(_pieces(data, name))
@@ -129,7 +129,7 @@ def _of_boxes(data: Mapping[str, Any], rank: int, stub: TensorStub, name: str) -
             raise MalformedFile(f"{name}: a shard {piece.box} of a tensor of shape {shape}")
         if not (len(stub.shape) == len(shape) and Box.whole(stub.shape).contains(piece.local)):
             raise MalformedFile(f"{name}: a shard at {piece.local} of the rank's tensor, whose shape is {stub.shape}")
-    return LocalTensor(stub, shape, pieces)
+    return DTensorPart(stub, shape, pieces)
 
 
 def _pieces(data: Mapping[str, Any], name: str) -> Iterator[Piece]:
@@ -267,14 +267,14 @@ class RankItems:
     def _joined(self, path: Path, leaves: Mapping[int, Any], about: ItemMetadata) -> Any:
         """Return one leaf for those of ranks."""
         first = next(iter(leaves.values()))
-        if not isinstance(first, (TensorStub, LocalTensor)):
+        if not isinstance(first, (TensorStub, DTensorPart)):
             return first
         name = ".".join(map(str, path[1:]))
         parts = {
             rank: about.local(name, rank, leaf) or leaf if isinstance(leaf, TensorStub) else leaf
             for rank, leaf in leaves.items()
         }
-        if isinstance(first, TensorStub) and not any(isinstance(part, LocalTensor) for part in parts.values()):
+        if isinstance(first, TensorStub) and not any(isinstance(part, DTensorPart) for part in parts.values()):
             if path[0] in _OF_ALL_RANKS:
                 self._require_equal(".".join(map(str, path)), leaves)
             return first
@@ -296,7 +296,7 @@ class RankItems:
         fragments: dict[Box, Fragment] = {}
         forms = set()
         for part in parts:
-            if not isinstance(part, LocalTensor):
+            if not isinstance(part, DTensorPart):
                 raise MalformedFile(
                     f"{self.where}: {name} is whole on one rank, and a part or {shown(part)} on another"
                 )

@@ -91,7 +91,7 @@ def _layouts(listing: Set[str]) -> list[_Layout]:
     return [layout for layout in _LAYOUTS if layout.is_present(listing)]
 
 
-class Writer(Enum):
+class Program(Enum):
     """Program that wrote a checkpoint; the value is its name in messages."""
 
     NXD_CKPT = "nxd_ckpt"
@@ -112,7 +112,7 @@ class Writer(Enum):
     @property
     def writes_tags(self) -> bool:
         """True if it writes NxD's tags."""
-        return self in (Writer.NXD_CKPT, Writer.NXD, Writer.NXDT)
+        return self in (Program.NXD_CKPT, Program.NXD, Program.NXDT)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Recognised:
     is the directory of the writer's other files.
     """
 
-    writer: Writer
+    writer: Program
     tag: str
     beside: str
 
@@ -134,7 +134,7 @@ ADAPTER_SHARDS = "adapter_shards"
 """Optimum-neuron's tag of an adapter, beside PEFT's configuration of it."""
 
 _SHARDS, _OLD_SHARDS = "shards", "tensor_parallel_shards"
-_INSIDE = {Writer.OPTIMUM: _SHARDS, Writer.OPTIMUM_OLD: _OLD_SHARDS}
+_INSIDE = {Program.OPTIMUM: _SHARDS, Program.OPTIMUM_OLD: _OLD_SHARDS}
 """Subdirectory with the tensors, by writer."""
 
 def recognise(storage: Storage, folder: str) -> Recognised:
@@ -149,16 +149,16 @@ def recognise(storage: Storage, folder: str) -> Recognised:
     if storage.is_file(folder):
         parent, _, name = folder.rpartition("/")
         refuse_part(name, where)
-        of_torch = Writer.NEMO if nemo.is_of_rank(folder) else Writer.TORCH_XLA
-        return Recognised(Writer.HUGGING_FACE if name.endswith(".safetensors") else of_torch, folder, parent)
+        of_torch = Program.NEMO if nemo.is_of_rank(folder) else Program.TORCH_XLA
+        return Recognised(Program.HUGGING_FACE if name.endswith(".safetensors") else of_torch, folder, parent)
     candidate = _Folder(storage, folder)
     listing, writers = candidate.listing, candidate.writers()
     if not writers and has_weights(listing):  # without config.json
-        writers = [Writer.HUGGING_FACE]
+        writers = [Program.HUGGING_FACE]
     if len(writers) != 1:
         tag = find_tag(storage, folder) if folder else None
         if tag is not None and tag.complete:  # whatever files of others are in it
-            writers = [Writer.NXD_CKPT if tag.ours else Writer.NXD]
+            writers = [Program.NXD_CKPT if tag.ours else Program.NXD]
     if len(writers) == 1 and writers[0] in _SEVERAL:
         return Recognised(writers[0], _only(_SEVERAL[writers[0]](candidate), where), folder)
     if len(writers) > 1:
@@ -197,19 +197,19 @@ class _Folder:
         """Its names, each with whether it is a directory."""
         return dict(self.storage.list(self.key))
 
-    def writers(self) -> list[Writer]:
+    def writers(self) -> list[Program]:
         """Return the writers whose layout it has."""
         return [writer for writer, test in _TESTS.items() if test(self)]
 
-    def located(self, writer: Writer) -> Recognised:
+    def located(self, writer: Program) -> Recognised:
         """Return it as a checkpoint of that writer."""
         parent, _, name = self.key.rpartition("/")
         if writer in _INSIDE:
             is_tag = name == _INSIDE[writer]
             tag = self.key if is_tag else self.below(_INSIDE[writer])
             return Recognised(writer, tag, parent if is_tag else self.key)
-        if writer is Writer.NXD and name.endswith(".ckpt"):
-            writer = Writer.NXDT
+        if writer is Program.NXD and name.endswith(".ckpt"):
+            writer = Program.NXDT
         return Recognised(writer, self.key, self.key)
 
     def below(self, *inner: str) -> str:
@@ -262,26 +262,26 @@ class _Folder:
         return weights and "config.json" in self.listing and not others
 
 
-_TESTS: Mapping[Writer, Callable[[_Folder], bool]] = {
-    Writer.NXD_CKPT: lambda one: one.has_parts and names.MANIFEST in one.listing,
-    Writer.NXD: lambda one: one.has_parts and names.MANIFEST not in one.listing and not one.has_metadata,
-    Writer.OPTIMUM: lambda one: one.is_optimum,
-    Writer.OPTIMUM_ADAPTER: lambda one: bool(one.adapters),
-    Writer.OPTIMUM_OLD: lambda one: one.listing.get(_OLD_SHARDS) is True or one.is_called(_OLD_SHARDS),
-    Writer.NEMO: lambda one: bool(nemo.saves(one.storage, one.key)),
-    Writer.NXD_LEGACY: lambda one: one.is_legacy,
-    Writer.TIERED: lambda one: bool(tiered_saves(one.storage, one.key)),
-    Writer.PRESHARDED: lambda one: presharded.is_present(one.listing),
-    Writer.TORCH_XLA: lambda one: torch_xla_files.is_present(one.listing),
-    Writer.TORCH_DCP: lambda one: METADATA in one.listing,
-    Writer.TORCH_CHECKPOINTING: lambda one: rank_items.is_present(one.listing),
-    Writer.HUGGING_FACE: lambda one: one.is_hugging_face,
+_TESTS: Mapping[Program, Callable[[_Folder], bool]] = {
+    Program.NXD_CKPT: lambda one: one.has_parts and names.MANIFEST in one.listing,
+    Program.NXD: lambda one: one.has_parts and names.MANIFEST not in one.listing and not one.has_metadata,
+    Program.OPTIMUM: lambda one: one.is_optimum,
+    Program.OPTIMUM_ADAPTER: lambda one: bool(one.adapters),
+    Program.OPTIMUM_OLD: lambda one: one.listing.get(_OLD_SHARDS) is True or one.is_called(_OLD_SHARDS),
+    Program.NEMO: lambda one: bool(nemo.saves(one.storage, one.key)),
+    Program.NXD_LEGACY: lambda one: one.is_legacy,
+    Program.TIERED: lambda one: bool(tiered_saves(one.storage, one.key)),
+    Program.PRESHARDED: lambda one: presharded.is_present(one.listing),
+    Program.TORCH_XLA: lambda one: torch_xla_files.is_present(one.listing),
+    Program.TORCH_DCP: lambda one: METADATA in one.listing,
+    Program.TORCH_CHECKPOINTING: lambda one: rank_items.is_present(one.listing),
+    Program.HUGGING_FACE: lambda one: one.is_hugging_face,
 }
 
 
-_SEVERAL: Mapping[Writer, Callable[[_Folder], list[str]]] = {
-    Writer.OPTIMUM_ADAPTER: lambda one: one.adapters,
-    Writer.TIERED: lambda one: tiered_saves(one.storage, one.key),
-    Writer.NEMO: lambda one: nemo.saves(one.storage, one.key),
+_SEVERAL: Mapping[Program, Callable[[_Folder], list[str]]] = {
+    Program.OPTIMUM_ADAPTER: lambda one: one.adapters,
+    Program.TIERED: lambda one: tiered_saves(one.storage, one.key),
+    Program.NEMO: lambda one: nemo.saves(one.storage, one.key),
 }
 """Writers that put several checkpoints into a directory, with a function that returns the key of each."""

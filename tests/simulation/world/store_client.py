@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError, ConnectionClosedError
 
 from nxd_ckpt import effects
 from nxd_ckpt.storage.s3.bucket import Bucket, S3Options
-from nxd_ckpt.storage.s3.storage import S3Storage
+from nxd_ckpt.storage.s3.s3_storage import S3Storage
 from tests.simulation.world.store import ObjectStore, Refused, Reply
 
 Network = Callable[[str, str, Callable[[], Reply]], Reply]

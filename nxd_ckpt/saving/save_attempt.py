@@ -21,7 +21,7 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.paths import verdict_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.retention import Rule
+from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
@@ -40,7 +40,7 @@ from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.waves import Wave
 from nxd_ckpt.saving.writing import FileWriter, parent_of
-from nxd_ckpt.storage.throttle import Pace
+from nxd_ckpt.storage.throttle import SavePace
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -305,7 +305,7 @@ class AttemptFiles:
         """Bytes that this rank has written so far."""
         return self.writer.nbytes if self.writer is not None else 0
 
-    def write(self, wave: Wave, views: Sequence[memoryview], pace: Pace | None) -> None:
+    def write(self, wave: Wave, views: Sequence[memoryview], pace: SavePace | None) -> None:
         """Write one staged wave at its ``pace``. A failure is kept for the vote and returned to no one else."""
         attempt, session = self.attempt, self.attempt.session
         if attempt.error is not None or self.writer is None:

@@ -31,6 +31,7 @@ from nxd_ckpt.loading.collective_checks import ComparedNames, Unmatched, judge_m
 from nxd_ckpt.loading.comparison import Digests, Witness, is_proved, judge
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.load_context import LoadContext, load_context
+from nxd_ckpt.loading.load_planner import LoadPlanner
 from nxd_ckpt.loading.mapped_weights import MappedWeights
 from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.loading.overwriting import fill_model, nbytes_of, overwriting, refuse_lost_elements
@@ -44,7 +45,6 @@ from nxd_ckpt.loading.parts import (
     refuse_forgotten,
     require_taken,
 )
-from nxd_ckpt.loading.planner import LoadPlanner
 from nxd_ckpt.loading.proof import Proof
 from nxd_ckpt.loading.replicas import SharedReads, delivery_of, open_shared_reads
 from nxd_ckpt.loading.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates

@@ -36,7 +36,7 @@ class RankProgress:
 
 
 @dataclass
-class Tally:
+class JobProgress:
     """Rank 0's view of all ranks."""
 
     world_size: int

@@ -271,7 +271,7 @@ class ArchiveFile(Protocol):
     def open(self) -> Reader: ...
 
 
-class StoredFile:
+class StorageFile:
     """The file ``key`` of a storage, as an archive's file."""
 
     def __init__(self, inner: Storage, key: str) -> None:

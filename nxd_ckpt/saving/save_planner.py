@@ -28,7 +28,7 @@ from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.live.state_names import leaf_name
 from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
-from nxd_ckpt.saving.replicas import LARGE, Copy, Replicas, Values, is_below
+from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values, is_below
 from nxd_ckpt.tag.state_dicts import checked_optimizer
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
@@ -211,8 +211,8 @@ class _Compared(NamedTuple):
     ``samples``: there are so large ones that samples are compared; ``times`` are such saves in a row.
     """
 
-    copies: Sequence[Copy]
-    compared: Sequence[Copy]
+    copies: Sequence[Replica]
+    compared: Sequence[Replica]
     known: int
     samples: bool
     times: int = 0
@@ -223,12 +223,12 @@ _WHOLE_SAVES = 2
 """Saves of a structure that compare all of each copy."""
 
 
-def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Copy]:
+def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Replica]:
     file = next((number for number, planned in enumerate(plan.files) if planned.key == SCHEDULER), None)
     stored = {} if file is None else {id(leaf): at for at, leaf in enumerate(plan.files[file].image.tensors)}
     for number, (path, leaf) in enumerate(() if tree is None else iter_tensors(tree, _LIVE)):
         place = (file, stored[id(leaf)]) if file is not None else None
-        yield Copy("scheduler", number, leaf_name("scheduler", path, None), 0, "scheduler", place)
+        yield Replica("scheduler", number, leaf_name("scheduler", path, None), 0, "scheduler", place)
 
 
 def _values_of(
