@@ -117,14 +117,14 @@ __all__ = [
 
 # Imported at first use, so that `nxd-ckpt --help` does not wait for torch.
 _MODULE_OF = {
-    "Best": "core.retention",
+    "Best": "core.retention_rules",
     "Checkpoint": "checkpoint",
     "Checkpointer": "checkpointer",
     "DataStreams": "live.data_position",
     "ElasticSampler": "live.data_position",
-    "Every": "core.retention",
+    "Every": "core.retention_rules",
     "GlobalTensor": "reshard.whole_tag",
-    "Last": "core.retention",
+    "Last": "core.retention_rules",
     "Partition": "core.partition",
     "PendingSave": "saving.pending",
     "ResumeProbe": "examine.resume_probe",
@@ -132,7 +132,7 @@ _MODULE_OF = {
     "Tier": "commit.tier",
     "Topology": "core.topology",
     "UnshardStrategy": "conversion.unshard",
-    "Within": "core.retention",
+    "Within": "core.retention_rules",
     "capture_data_position": "live.data_position",
     "capture_random_state": "live.data_position",
     "checkpoint_statistics": "examine.statistics",
