@@ -1,7 +1,7 @@
 """The writer of a conversion's tag: a save without live objects, by the processes that play its ranks.
 
-It claims the directory, lays out every rank's files, writes them, and commits, as a save does (see `saving.save_attempt`).
-One that fails leaves nothing behind.
+It claims the directory, lays out every rank's files, writes them, and commits, as a save does (see
+`saving.save_attempt`). One that fails leaves nothing behind.
 """
 
 from __future__ import annotations
