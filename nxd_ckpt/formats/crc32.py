@@ -8,6 +8,7 @@ is the highest bit.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import TypeAlias
@@ -25,7 +26,7 @@ except ImportError:  # no wheel for this platform: zlib's CRC is five times slow
         return _shift(crc_a, length_b) ^ crc_b
 
 
-Bytes: TypeAlias = "bytes | bytearray | memoryview"
+Bytes: TypeAlias = "bytes | bytearray | memoryview | ctypes.Array[ctypes.c_ubyte]"
 
 BLOCK = CRC_BLOCK
 

@@ -1,8 +1,9 @@
-"""A copy of the containers of a live state tree, so that the tree of a save stays what it was at the call."""
+"""State trees of live objects, and copies of their containers, so that the tree of a save stays what it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,25 +14,35 @@ from nxd_ckpt.formats.tensors import Path, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import is_dtensor, local_of, placed_of, traits_of
 
 
-def state_of(
-    tree: dict[str, Any],
-    describe: Callable[[Path, torch.Tensor], StateTensor],
-    cache_key: Any,
-    stride: Callable[[Path, torch.Tensor], Stride | None],
-) -> State:
-    """Return the state whose tensors ``describe(path, tensor)`` describes, depending on ``cache_key``.
+@dataclass(frozen=True)
+class LiveState:
+    """A state ``tree`` of live containers and tensors, which changes as they do.
 
-    ``stride`` returns the strides of tensors that a load would make with others.
+    ``describe`` describes one tensor, by its path; ``cache_key`` is what that depends on besides the tree. ``stride``
+    returns the strides of a tensor that a load would make with others.
     """
-    frozen = Frozen(tree, stride)
 
-    def described() -> dict[Path, StateTensor]:
-        leaves = iter_tensors(frozen.tree, torch.Tensor)
-        if not frozen.is_placed:
-            return {path: describe(path, leaf) for path, leaf in leaves}
-        return {path: frozen.placed(describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
+    tree: dict[str, Any]
+    describe: Callable[[Path, torch.Tensor], StateTensor]
+    cache_key: Any
+    stride: Callable[[Path, torch.Tensor], Stride | None]
 
-    return State(frozen.tree, described, (cache_key, frozen.cache_key()), frozen.is_placed)
+    def described(self, path: Path, tensor: torch.Tensor) -> StateTensor:
+        """Return the description of a tensor, as `State` has it. Raises UnsupportedState as a save does."""
+        about = self.describe(path, tensor)
+        return about._replace(placed=placed_of(about.name, tensor)) if is_dtensor(tensor) else about
+
+    def frozen(self) -> State:
+        """Return the state as it is now."""
+        frozen = Frozen(self.tree, self.stride)
+
+        def described() -> dict[Path, StateTensor]:
+            leaves = iter_tensors(frozen.tree, torch.Tensor)
+            if not frozen.is_placed:
+                return {path: self.describe(path, leaf) for path, leaf in leaves}
+            return {path: frozen.placed(self.describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
+
+        return State(frozen.tree, described, (self.cache_key, frozen.cache_key()), frozen.is_placed)
 
 
 class Frozen:

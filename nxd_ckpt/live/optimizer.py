@@ -14,9 +14,11 @@ from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import KEYS, OPTIMIZER_NAME
-from nxd_ckpt.formats.state import OptimizerForm, State, StateTensor
+from nxd_ckpt.formats.state import OptimizerForm, StateTensor
+from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import is_dtensor
+from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.left_out import with_left_out
 from nxd_ckpt.live.load_hooks import loads_itself
 from nxd_ckpt.live.model import ModelAdapter
@@ -199,13 +201,14 @@ class NamedOptimizers(OptimizerAdapter):
         for name, adapter in self._adapters.items():
             yield from (_global(name, entry) for entry in adapter.entries())
 
-    def capture(self) -> State:
-        states = {name: adapter.capture() for name, adapter in self._adapters.items()}
-        firsts: dict[str, tuple[int, int]] = {}
+    def live_state(self) -> LiveState:
+        states = {name: adapter.live_state() for name, adapter in self._adapters.items()}
+        origins: dict[Path, tuple[LiveState, Path]] = {}
         tree: dict[str, Any] = {"param_groups": []}
         indices = 0
         for name, state in states.items():
-            first = firsts[name] = indices, len(tree["param_groups"])
+            first = indices, len(tree["param_groups"])
+            origins |= {_joint(name, own, first): (state, own) for own in _tops(state.tree)}
             for group in state.tree["param_groups"]:
                 own = {**group, "params": [index + first[0] for index in group["params"]], OPTIMIZER_NAME: name}
                 tree["param_groups"].append(own)
@@ -217,17 +220,21 @@ class NamedOptimizers(OptimizerAdapter):
                 elif key != "param_groups":
                     tree |= {_joint(name, (key,), first)[0]: value}
 
-        def describe() -> dict[Path, StateTensor]:
-            described: dict[Path, StateTensor] = {}
-            for name, state in states.items():
-                for path, about in state.tensors.items():
-                    joint = _joint(name, path, firsts[name])
-                    is_by_path = about.name == _name_at(path)  # of no parameter
-                    described[joint] = about._replace(name=_name_at(joint)) if is_by_path else about
-            return described
+        def own_of(path: Path) -> tuple[LiveState, Path]:
+            state, own = origins.get(path[:2]) or origins[path[:1]]
+            return state, (*own, *path[len(own) :])
+
+        def describe(path: Path, tensor: torch.Tensor) -> StateTensor:
+            state, own = own_of(path)
+            about = state.describe(own, tensor)
+            return about._replace(name=_name_at(path)) if about.name == _name_at(own) else about  # of no parameter
+
+        def stride(path: Path, tensor: torch.Tensor) -> Stride | None:
+            state, own = own_of(path)
+            return state.stride(own, tensor)
 
         cache_key = [(name, state.cache_key) for name, state in states.items()]
-        return State(tree, describe, cache_key, any(state.is_placed for state in states.values()))
+        return LiveState(tree, describe, cache_key, stride)
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         for name, part in self._parts(saved).items():
@@ -348,6 +355,17 @@ def _joint(name: str, path: Path, first: tuple[int, int]) -> Path:
     if section in _SECTIONS:
         return (section, f"{name}.{rest[0]}" if isinstance(rest[0], str) else rest[0] + first[0], *rest[1:])
     return (f"{name}.{section}", *rest)
+
+
+def _tops(tree: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the paths of what has a place of its own in a joint state dict."""
+    for key, value in tree.items():
+        if key == "param_groups":
+            yield from ((key, number) for number in range(len(value)))
+        elif key in _SECTIONS:
+            yield from ((key, at) for at in value)
+        else:
+            yield (key,)
 
 
 def _name_at(path: Path) -> str:

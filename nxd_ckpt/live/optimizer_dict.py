@@ -14,10 +14,10 @@ from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTERS, restore_types
-from nxd_ckpt.formats.state import State, StateTensor
+from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.formats.tensors import Path, form_of, iter_tensors
 from nxd_ckpt.live.dtensor import is_dtensor
-from nxd_ckpt.live.frozen import state_of
+from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import (
     Keeps,
@@ -69,11 +69,11 @@ class DictOptimizer(OptimizerAdapter):
     def entries(self) -> Iterator[str]:
         return (name for _, name, _ in state_entries(self._state, self._names))
 
-    def capture(self) -> State:
+    def live_state(self) -> LiveState:
         layout = repr([self._state.get(key) for key in ("shape_info", *EXPERT_KEYS)])
         model = None if self._model is None else self._model.cache_key
         cache_key = self.kind, self._topology.sizes, self._names, layout, model
-        return state_of(self._state, self._describe, cache_key, lambda _, tensor: own_stride(tensor, None))
+        return LiveState(self._state, self._describe, cache_key, lambda _, tensor: own_stride(tensor, None))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if any(is_dtensor(tensor) for _, tensor in iter_tensors(self._state, torch.Tensor)):

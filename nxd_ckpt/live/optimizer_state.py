@@ -19,7 +19,7 @@ from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot, State, StateTen
 from nxd_ckpt.formats.strides import Stride, fill, fitted, stored_stride, stride_of, strided
 from nxd_ckpt.formats.tensors import Assembly, Path, allocated, dtype_name, form_of, is_tensor
 from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, model_of, placed_of
-from nxd_ckpt.live.frozen import state_of
+from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.parameters import (
     is_dense,
     is_row_major,
@@ -99,8 +99,12 @@ class OptimizerAdapter(Protocol):
         """Return the global names of its state so far."""
 
     @abstractmethod
-    def capture(self) -> State:
+    def live_state(self) -> LiveState:
         """Return the optimizer's state dict in NxD's form, with its live tensors. No device work."""
+
+    def capture(self) -> State:
+        """Return the same, as it is now."""
+        return self.live_state().frozen()
 
     @abstractmethod
     def validate(self, saved: Mapping[str, Any]) -> None:
@@ -522,9 +526,9 @@ def _stride(leaf: Any, key: torch.Tensor | None) -> tuple[int, ...]:
     return fitted(stride.steps, shape)
 
 
-def state_by_slots(tree: dict[str, Any], slot_at: Callable[[Path], Slot | None], cache_key: Any) -> State:
+def state_by_slots(tree: dict[str, Any], slot_at: Callable[[Path], Slot | None], cache_key: Any) -> LiveState:
     """Return the state of an optimizer's state dict; ``slot_at`` returns the parameter of a path, if it has one."""
-    return state_of(
+    return LiveState(
         tree,
         lambda path, tensor: describe_path(path, tensor, slot_at(path)),
         cache_key,

@@ -17,10 +17,10 @@ import torch
 from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import OWN_FORM
-from nxd_ckpt.formats.state import OptimizerForm, State
+from nxd_ckpt.formats.state import OptimizerForm
 from nxd_ckpt.formats.tensors import Path, form_of, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import is_dtensor, like, placed_of
-from nxd_ckpt.live.frozen import state_of
+from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.load_hooks import has_own_state_dict
 from nxd_ckpt.live.optimizer_state import (
     AtOnce,
@@ -93,7 +93,7 @@ class OwnFormOptimizer(OptimizerAdapter):
     def entries(self) -> Iterator[str]:
         yield _NAME
 
-    def capture(self) -> State:
+    def live_state(self) -> LiveState:
         on_mesh = [path for path, tensor in iter_tensors(self._state, torch.Tensor) if is_dtensor(tensor)]
         numbers = iter(range(sum(len(group["params"]) for group in self._groups)))
         groups = [
@@ -101,7 +101,7 @@ class OwnFormOptimizer(OptimizerAdapter):
             for group in self._groups
         ]
         state = {OWN_FORM: self._state, **({_ON_MESH: on_mesh} if on_mesh else {})}
-        return state_of(
+        return LiveState(
             {"state": state, "param_groups": groups},
             lambda path, tensor: describe_path(path, tensor, None),
             self.parameter_names,

@@ -20,9 +20,10 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME, OWN_FORM, ROWS, VALUE, is_rows, options_of
-from nxd_ckpt.formats.state import OptimizerForm, State
+from nxd_ckpt.formats.state import OptimizerForm
 from nxd_ckpt.formats.tensors import Path, form_of, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import as_part, is_dtensor, placed_of
+from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.left_out import with_empty_state
 from nxd_ckpt.live.load_hooks import call_post_hooks, keys_of_its_own, loads_itself, shows_by_user_code
 from nxd_ckpt.live.model import ModelAdapter
@@ -189,7 +190,7 @@ class PlainOptimizer(OptimizerAdapter):
     def entries(self) -> Iterator[str]:
         return entries_of(self._slots, self._optimizer.state)
 
-    def capture(self) -> State:
+    def live_state(self) -> LiveState:
         def slot_at(path: Path) -> Slot | None:
             return self._slots[path[1]] if path[0] == "state" and isinstance(path[1], int) else None
 
@@ -426,9 +427,9 @@ class TorchZeroOptimizer(PlainOptimizer):
         self.parameter_names = None  # they differ from rank to rank, and no rank knows the others'
         self._outer = optimizer
 
-    def capture(self) -> State:
+    def live_state(self) -> LiveState:
         _copy_options(self._outer.param_groups, self._optimizer.param_groups)  # as its next step would
-        return super().capture()
+        return super().live_state()
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         super().load(saved, read, keeps)

@@ -37,6 +37,25 @@ def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tup
                 yield from (((section, key, entry), f"optim/{name}/{entry}", own) for entry, own in value.items())
 
 
+def entries_beside(
+    tree: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[tuple[Path, str]]:
+    """Yield path and global name of the entries of ``tree`` that the ``other`` state dict does not have."""
+    beside = dict(tree)
+    for section in SECTIONS:
+        own, its = tree.get(section, {}), other.get(section, {})
+        if section in tree:
+            beside[section] = {at: one for at, one in own.items() if at not in its or _has_more(one, its[at])}
+    for path, name, _ in state_entries(beside, names):
+        of_other = other.get(path[0], {}).get(path[1], {}) if len(path) == 3 else other.get(path[0], {})
+        if path[-1] not in of_other:
+            yield path, name
+
+
+def _has_more(one: Any, other: Any) -> bool:
+    return isinstance(one, dict) and isinstance(other, dict) and not one.keys() <= other.keys()
+
+
 def without(
     tree: Mapping[str, Any], names: Sequence[str], ignores: Callable[[str], bool], covers: Callable[[str], bool]
 ) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, KEYS, MASTER_WEIGHTS, MASTERS, options_of, split
-from nxd_ckpt.formats.state import OptimizerForm, State
+from nxd_ckpt.formats.state import OptimizerForm
 from nxd_ckpt.formats.tensors import Path, dtype_name
+from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.load_hooks import call_post_hooks, has_post_hooks, keys_of_its_own
 from nxd_ckpt.live.optimizer_state import (
     Keeps,
@@ -90,7 +91,7 @@ class Zero1Optimizer(OptimizerAdapter):
         yield from entries_of(self.slots, self._optimizer.base_optimizer.state)
         yield from (slot.global_name(MASTER_WEIGHTS) for slot in self.slots)
 
-    def capture(self) -> State:
+    def live_state(self) -> LiveState:
         def slot_at(path: Path) -> Slot | None:
             return self.slots[path[1]] if path[0] in ("base_state", MASTERS) and isinstance(path[1], int) else None
 
@@ -280,7 +281,7 @@ class ExpertZero1Optimizer(OptimizerAdapter):
         yield from self._ordinary.entries()
         yield from self._experts.entries()
 
-    def capture(self) -> State:
+    def live_state(self) -> LiveState:
         refuse_own_ways([self._optimizer, *self._inner])
         tree = self._optimizer.state_dict()
         refuse_own_keys(tree, self._optimizer)

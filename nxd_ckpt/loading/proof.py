@@ -14,17 +14,18 @@ import torch
 
 from nxd_ckpt.core.findings import Finding
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME, VALUE, is_rows
-from nxd_ckpt.formats.state import State, StateTensor
-from nxd_ckpt.formats.strides import fitted, stored_stride, stride_of
+from nxd_ckpt.formats.state import StateTensor
+from nxd_ckpt.formats.strides import Stride, fitted, stored_stride
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, contiguous_stride, form_of, iter_leaves
 from nxd_ckpt.live.dtensor import local_of
+from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.load_hooks import is_users_object
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import NamedObjects, state_of
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
-from nxd_ckpt.live.state_names import SECTIONS, parameter_sections, state_entries
+from nxd_ckpt.live.state_names import SECTIONS, entries_beside, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
 from nxd_ckpt.loading.comparison import Comparison, Digests
 from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
@@ -72,7 +73,7 @@ class Proof(Comparison):
             context = self._context
             if optimizer is not None:
                 opened = live_optimizer(context.opened, context.topology, live, optimizer, context.options)
-                self._compare_optimizer(opened, opened.capture())
+                self._compare_optimizer(opened, opened.live_state())
         with self.capturing("scheduler"):
             self._compare_scheduler(scheduler, state_of(scheduler))
         saved, filled = content
@@ -99,7 +100,8 @@ class Proof(Comparison):
             if self.compare("weights", what, leaf, value, by_user) and isinstance(leaf, (TensorStub, Assembly)):
                 about = StateTensor(what, specs.get(name), placed=placed.get((name,)))
                 self._trace(provenance, self._described(about), leaf, by_user)
-            self._compare_stride(what, leaf, value, False)
+            if self._is_new(what) and isinstance(value, torch.Tensor):
+                self._compare_stride(what, leaf, value)
             if not is_same and name in before.live and before.aliases(name) != live.aliases(name):
                 message = f"it was one tensor with {before.aliases(name)}, and is one with {live.aliases(name)} now"
                 self.find("ties", what, message, by_user)
@@ -108,7 +110,7 @@ class Proof(Comparison):
             if name not in left and not self._context.filter.ignores_model(name) and not known.passes_user_code(name):
                 self.find("weights", f"model/{name}", "the live model has it, and nothing was loaded into it", False)
 
-    def _compare_optimizer(self, optimizer: OptimizerAdapter, state: State) -> None:
+    def _compare_optimizer(self, optimizer: OptimizerAdapter, state: LiveState) -> None:
         saved, by_user = self._trees.optimizer_tree, optimizer.passes_user_code
         if saved and not isinstance(optimizer, DictOptimizer):
             saved = _as_live(saved, state.tree)
@@ -117,30 +119,30 @@ class Proof(Comparison):
         if self._trees.names or saved:
             self._compare_shards(optimizer, state, saved, by_user)
 
-    def _compare_entries(self, optimizer: OptimizerAdapter, state: State, tree: dict[str, Any], by_user: bool) -> None:
+    def _compare_entries(
+        self, optimizer: OptimizerAdapter, state: LiveState, tree: dict[str, Any], by_user: bool
+    ) -> None:
         names, is_dict = self._trees.names_by_index, isinstance(optimizer, DictOptimizer)
-        entries, live = (
-            {path: (name, value) for path, name, value in state_entries(each, names)} for each in (tree, state.tree)
-        )
         aliases = (lambda name: [name]) if self._trees.model is None else self._trees.model.aliases
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, aliases)
-        for path, (name, saved) in entries.items():
+        read = set[str]()
+        for path, name, saved in state_entries(tree, names):
+            read.add(name)
             if path[0] == MASTERS and MASTERS not in state.tree:
                 continue
             kind = "weights" if path[0] == MASTERS else "moments"
-            _, found = live.get(path, (name, ABSENT))
-            for inner, leaf, now in self.compare(kind, name, saved, found, by_user):
-                about = state.tensors.get((*path, *inner))
-                if about is not None:
-                    self._trace(provenance, self._described(about), leaf, by_user)
-                    self._compare_stride(name, leaf, now, not is_dict)
+            for inner, leaf, now in self.compare(kind, name, saved, _at(state.tree, path), by_user):
+                if isinstance(now, torch.Tensor):
+                    at = (*path, *inner)
+                    self._trace(provenance, state.described(at, now), leaf, by_user)
+                    if self._is_new(name):
+                        self._compare_stride(name, leaf, now, None if is_dict else state.stride(at, now), not is_dict)
         self._compare_options(tree, state.tree, by_user)
-        for path, (name, _) in live.items():
-            is_known = path in entries or path[0] == MASTERS or path[2:] == (VALUE,) or self._trees.keeps(name)
+        for path, name in entries_beside(state.tree, tree, names):
+            is_known = path[0] == MASTERS or path[2:] == (VALUE,) or self._trees.keeps(name)
             if not is_known and not (path[0] not in tree and by_user):
                 self.find("moments", name, "the live optimizer has it, and the tag does not", by_user)
         if not is_dict:
-            read = {name for name, _ in entries.values()}
             for name in provenance.unread([name for name in names if not name.startswith("#")], read):
                 if not (self._context.filter.ignores(name) or name in self._trees.rank_state.absent):
                     self.find("moments", name, "the tag has it, and it was not loaded", by_user)
@@ -174,7 +176,7 @@ class Proof(Comparison):
                 self.compare("moments", "optim/" + ".".join(map(str, path)), leaf, values[path], by_user)
 
     def _compare_shards(
-        self, optimizer: OptimizerAdapter, state: State, saved: Mapping[str, Any], by_user: bool
+        self, optimizer: OptimizerAdapter, state: LiveState, saved: Mapping[str, Any], by_user: bool
     ) -> None:
         """Compare ZeRO-1's shards with the master weights that were loaded, or with the loaded parameters."""
         loaded = saved.get(MASTERS, {})
@@ -219,13 +221,17 @@ class Proof(Comparison):
         if fault is not None:
             self.find("weights" if about.name.startswith("model/") else "moments", about.name, fault, by_user)
 
-    def _compare_stride(self, name: str, leaf: Any, now: Any, of_parameter: bool) -> None:
-        """Compare the strides of a tensor that the load made: those that were noted, or those of its parameter."""
-        if self._before is None or name in self._before or not isinstance(leaf, (TensorStub, Assembly)):
+    def _is_new(self, name: str) -> bool:
+        """Return whether the load made a tensor, with strides that it chose."""
+        return self._before is not None and name not in self._before
+
+    def _compare_stride(
+        self, name: str, leaf: Any, now: torch.Tensor, noted: Stride | None = None, of_parameter: bool = False
+    ) -> None:
+        """Compare strides: those that were noted, which a save would note again, or those of the parameter."""
+        if not isinstance(leaf, (TensorStub, Assembly)) or is_xla(now) or is_rows(name) or not leaf.numel:
             return
-        if not isinstance(now, torch.Tensor) or is_xla(now) or is_rows(name) or not leaf.numel:
-            return
-        saved, noted, found = stored_stride(leaf), stride_of(now), local_of(now).stride()
+        saved, found = stored_stride(leaf), local_of(now).stride()
         if of_parameter and (saved is None or saved.as_parameter):
             expected, is_equal = "those of its parameter", noted is None or noted.as_parameter
         else:

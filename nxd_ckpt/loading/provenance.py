@@ -71,9 +71,10 @@ class Provenance:
 
         ``read`` are global names. Master weights are apart: an optimizer may have none.
         """
-        names = {alias: name for name in parameters for alias in self._aliases(name)}
         known = () if self._opened.is_renamed else read
-        rest = (self._live(entry.name) for entry in self._reader.entries() if entry.name not in known)
+        left = [entry.name for entry in self._reader.entries() if entry.name not in known]
+        rest = [self._live(name) for name in left if not name.startswith("model/")]
+        names = {alias: name for name in parameters for alias in self._aliases(name)} if rest else {}
         named = {(names[name], role): f"optim/{names[name]}/{role}" for name, role in rest if name in names}
         return [at for (_, role), at in named.items() if role != _WEIGHT and at not in read]
 
