@@ -159,26 +159,6 @@ def test_a_copy_that_is_stopped_is_given_up_by_all_hosts(tmp_path: Path) -> None
     assert () == verify_checkpoint(tmp_path / "far", "step_1").problems
 
 
-def drain_slowly(rank: int, path: Path) -> list[str]:
-    """Close at once, which takes longer than the timeout."""
-    written: list[str] = []
-
-    def note(operation: Operation) -> None:
-        if operation.name == "create" and "/model/" in operation.key:
-            written.append(operation.key)
-
-    drainer(rank, path, note, "1MB", timeout=20.0).close()
-    return written
-
-
-@pytest.mark.soak
-def test_hosts_copy_what_they_hold_until_the_last_is_done(tmp_path: Path) -> None:
-    """However long it takes: the disk of a host may be gone with its job."""
-    Job(RANKS, saved, tmp_path, group=True).values()
-    assert RANKS * [1] == [len(written) for written in Job(RANKS, drain_slowly, tmp_path, group=True).values()]
-    assert () == verify_checkpoint(tmp_path / "far", "step_1").problems
-
-
 def ask(rank: int, path: Path) -> list[str]:
     """What another host answers that is asked for a copy that is not to be."""
     launch = drainer(rank, path, lambda _: None)

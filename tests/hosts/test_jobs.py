@@ -14,7 +14,6 @@ from nxd_ckpt import Checkpointer, Tier, Topology, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.directory import list_tags
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, of, save, state, there, tier
 from tests.protocol.job import Died, Job, until
 
@@ -68,24 +67,6 @@ def load_and_save(rank: int, path: Path, **options: Any) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    ("victim", "name", "end"),
-    [
-        (2, "link_new", ".json"),
-        pytest.param(2, "create", ".pt", marks=pytest.mark.soak),
-        pytest.param(3, "create", ".pt", marks=pytest.mark.soak),
-    ],
-)
-def test_a_rank_that_is_killed_fails_the_save(tmp_path: Path, victim: int, name: str, end: str) -> None:
-    """On all ranks, and the next launch goes on from the tag before."""
-    outcomes = Job(RANKS, save_and_be_killed, tmp_path, victim, name, end, group=True).outcomes()
-    assert isinstance(outcomes.pop(victim), Died)
-    assert all(f"rank {victim}" in outcome for outcome in outcomes), outcomes
-    assert RANKS * [1] == Job(RANKS, load_and_save, tmp_path, group=True).values()
-    for rank in range(RANKS):
-        assert ["step_1", "step_7"] == [info.tag for info in list_tags(LocalStorage(host_of(tmp_path, rank)))]
-
-
 @pytest.mark.parametrize("end", ["done", pytest.param("manifest.json", marks=pytest.mark.soak)])
 def test_rank_0_is_killed_while_it_commits(tmp_path: Path, end: str) -> None:
     """The tag is not there, and no other rank takes it for saved; the next launch removes what is left."""
@@ -125,12 +106,6 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], complaint: str)
     """Before anything is done."""
     with pytest.raises(InvalidArgument, match=complaint):
         Checkpointer(tiers=[Tier(**{"path": "run", **options})])
-
-
-def test_only_the_first_tier_is_each_hosts_own() -> None:
-    """The others are copied to by rank 0."""
-    with pytest.raises(InvalidArgument, match="is for the first tier"):
-        Checkpointer(tiers=[Tier("near"), Tier("far", per_host=True)])
 
 
 def disagree(rank: int, path: Path, options: Sequence[dict[str, Any]]) -> list[str]:

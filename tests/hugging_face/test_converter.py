@@ -181,14 +181,6 @@ def test_a_yaml_file_of_nxd_training_tells_sizes(tmp_path: Path, family: str) ->
         assert [] == differences(model.state(), weights(out))
 
 
-def test_a_yaml_file_of_something_else_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Is named."""
-    (tmp_path / "other.yaml").write_text("- 1")
-    flags = ["--convert_to_full_state", "--nxdt_yaml_config", str(tmp_path / "other.yaml")]
-    assert 1 == convert(tmp_path / "run", tmp_path / "out", *flags)
-    assert "other.yaml: not a configuration of NxD Training" in capsys.readouterr().err
-
-
 def test_a_model_of_the_hub_is_found_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

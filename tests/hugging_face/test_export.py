@@ -55,18 +55,6 @@ def test_every_job_exports_its_model(tmp_path: Path, name: str, use_xser: bool) 
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
-def test_checkpoints_of_old_versions_are_exported(tmp_path: Path) -> None:
-    """NxD 0.3 to 0.5: the directory itself is the checkpoint."""
-    job = Job(Model(), tp=2)
-    state = job.model.state()
-    for tp_rank in range(2):
-        path = tmp_path / "old" / f"tp_rank_{tp_rank:02d}_pp_rank_00" / "checkpoint.pt"
-        path.parent.mkdir(parents=True)
-        torch.save({"model": job.rank(state, tp_rank)}, path)
-    export(tmp_path / "old", tmp_path / "out", job)
-    assert [] == differences(state, weights(tmp_path / "out"))
-
-
 @given(job=jobs(), converted=st.booleans())
 @settings(max_examples=15)
 def test_any_job_is_exported(tmp_path_factory: pytest.TempPathFactory, job: Job, converted: bool) -> None:
@@ -155,14 +143,3 @@ def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config", {**job.model.config, "tie_word_embeddings": True})
     convert(tag, tmp_path / "out", to="hf", config=config)
     assert [] == differences({n: t for n, t in state.items() if n != "lm_head.weight"}, weights(tmp_path / "out"))
-
-
-def test_an_export_says_what_it_did(tmp_path: Path) -> None:
-    """Tensors with where they came from, and the files."""
-    job = Job(Model(), tp=2)
-    done = export(save_job(tmp_path / "run", job, job.model.state()), tmp_path / "out", job)
-    gate = next(one for one in done.tensors if one.name == "model.layers.1.mlp.gate_proj.weight")
-    assert ("model.layers.1.mlp.gate_up_proj.weight",) == gate.made_of
-    assert ((24, 8), (12, 8)) == (gate.source_shape, gate.shape)
-    assert {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()} == done.files
-    assert ("llama", {}, ()) == (done.mapping, done.unknown, done.missing)

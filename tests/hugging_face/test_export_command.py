@@ -9,7 +9,7 @@ import pytest
 
 from nxd_ckpt.cli.main import main
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import differences, save_job, weights, write_config
+from tests.hugging_face.saved import save_job, write_config
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -25,23 +25,6 @@ def command(tmp_path: Path, *arguments: str) -> int:
     return main(["convert", "--to", "hf", str(tag), str(tmp_path / "out"), "--config", str(config), *heads, *arguments])
 
 
-def test_the_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says what was done; --quiet says nothing."""
-    assert 0 == command(tmp_path, "--size-per-shard", "1kB")
-    assert "is converted to" in capsys.readouterr().out
-    assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
-    assert 0 == command(tmp_path, "--overwrite", "--quiet")
-    assert ("", "") == capsys.readouterr()
-
-
-def test_a_dry_run_shows_what_maps_to_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And writes nothing."""
-    assert 0 == command(tmp_path, "--dry-run", "--json")
-    document = json.loads(capsys.readouterr().out)
-    assert sorted(JOB.model.state()) == sorted(one["name"] for one in document["tensors"])
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names without a rule with the closest rules, tensors that are missing; the exit code is 1."""
     names = {"nxd": "model.layers.{layer}.self_attn.qkv_proj.weight", "hf": "layers.{layer}.qkv"}
@@ -53,9 +36,3 @@ def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.Captur
     closest = [line.split() for line in lines if line.startswith("  model.layers.0.self_attn.qkv_proj.weight_qkv")]
     assert [["model.layers.0.self_attn.qkv_proj.weight_qkv", rules["nxd"]]] == closest
     assert "missing, though every such model has them: layers.0.qkv, layers.1.qkv" == lines[-1]
-
-
-def test_what_cannot_be_exported_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on stderr."""
-    assert 1 == command(tmp_path, "--mapping", "gpt_neox")
-    assert capsys.readouterr().err.startswith("nxd-ckpt: error: --kv-size-multiplier=2, but mapping 'gpt_neox'")

@@ -19,7 +19,6 @@ from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import (
     CheckpointError,
-    CheckpointNotFound,
     DtypeMismatch,
     InvalidArgument,
     KeyMismatch,
@@ -266,31 +265,6 @@ def test_a_mapping_says_nothing_of_options_of_another_model(tmp_path: Path) -> N
     assert [] == differences(Job(model).rank(state), loaded(tmp_path / "run" / "step_0", Topology()))
 
 
-def test_experts_must_divide(tmp_path: Path) -> None:
-    """Among expert-parallel ranks."""
-    write_model(tmp_path / "hf", Model("mixtral"))
-    with pytest.raises(TopologyMismatch, match=r"4 experts cannot be divided equally among 3"):
-        bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(Model("mixtral"), ep=3))
-
-
-def test_a_directory_must_be_there(tmp_path: Path) -> None:
-    """And is named."""
-    with pytest.raises(CheckpointNotFound, match=r"input .*/hf does not exist"):
-        bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(Model()))
-
-
-def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    """As by any conversion."""
-    job, tag = Job(Model()), tmp_path / "run" / "step_0"
-    state = write_model(tmp_path / "hf", job.model)
-    bring(tmp_path / "hf", tag, job)
-    doubled = write_model(tmp_path / "hf", job.model, {name: 2 * one for name, one in state.items()})
-    with pytest.raises(InvalidArgument, match=r"exists; pass overwrite=True"):
-        bring(tmp_path / "hf", tag, job)
-    bring(tmp_path / "hf", tag, job, overwrite=True)
-    assert [] == differences(job.rank(doubled), loaded(tag, Topology()))
-
-
 def test_tensors_larger_than_a_wave_need_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused and transposed, in waves that cut through them: memory does not grow with the model."""
     monkeypatch.setattr(image_writer, "WAVE", 8 * 2**20)
@@ -324,36 +298,6 @@ def test_other_models_need_a_mapping_file(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "run" / "step_0", to="tag", names="nxd", tp=2, mapping=mapping, durable=False)
     found = loaded(tmp_path / "run" / "step_0", Topology(tp=2, tp_rank=1))
     assert [] == differences({"both.weight": torch.tensor([[2.0, 3.0], [6.0, 7.0]])}, found)
-
-
-def test_the_command_imports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Says nothing if all is well, and why in one line if not."""
-    job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"), tmp_path / "run" / "step_0"
-    state = write_model(tmp_path / "hf", job.model)
-    sizes = ["--tp", "4", "--pp", "2", "--kv-size-multiplier", "2", "--hw-backend", "trn2"]
-    command = ["convert", "--to=tag", "--names=nxd", "--fuse-qkv", "--use-xser", "--quiet"]
-    command += [str(tmp_path / "hf"), str(tag), *sizes]
-    assert (0, ("", "")) == (main(command), capsys.readouterr())
-    for at in ranks(job):
-        assert [] == differences(local_state(job, state, at), loaded(tag, at))
-    assert 1 == main(command)
-    assert capsys.readouterr().err.startswith("nxd-ckpt: error: output ")
-
-
-def test_a_dry_run_shows_what_maps_to_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What each rank would hold, of which tensors and on which stage; nothing is written."""
-    job, tag = Job(Model(heads=8), tp=4, pp=2, qkv="linear", copies=2), tmp_path / "run" / "step_0"
-    state = write_model(tmp_path / "hf", job.model)
-    options = ["--tp", "4", "--pp", "2", "--kv-size-multiplier", "2", "--qkv-linear", "--dry-run"]
-    assert 0 == main(["convert", "--to=tag", "--names=nxd", str(tmp_path / "hf"), str(tag), *options, "--json"])
-    document = json.loads(capsys.readouterr().out)
-    for pp_rank in range(2):
-        held = local_state(job, state, Topology(tp=4, pp=2, pp_rank=pp_rank))
-        shapes = {one["name"]: tuple(one["shape"]) for one in document["tensors"] if one["pp_rank"] == pp_rank}
-        assert {name: tuple(tensor.shape) for name, tensor in held.items()} == shapes
-    members = {name for one in document["tensors"] for name in one["made_of"]}
-    assert (set(state), {}, []) == (members, document["unknown"], document["missing"])
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from nxd_ckpt import Topology, convert
-from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import (
     CheckpointError,
     IncompatibleState,
@@ -79,22 +77,6 @@ def test_its_files_are_never_taken_for_the_models(tmp_path: Path, monkeypatch: p
     assert [] == differences(expected_tensors(COPIES, masters=True), tensors(tmp_path / "out"))
     assert sorted(COPIES.model.state()) == HuggingFaceDirectory(LocalStorage(tmp_path / "out")).names
     assert {torch.bfloat16} == {tensor.dtype for tensor in weights(tmp_path / "out").values()}
-
-
-def test_the_command_exports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And a dry run shows which state comes from where."""
-    tag = save_trained(tmp_path / "run", COPIES, dp=2, zero1=True)
-    config = write_config(tmp_path / "config", COPIES.model.config)
-    options = ["--config", str(config), "--kv-size-multiplier", "2", "--optimizer", "--json"]
-    command = ["convert", "--to", "hf", str(tag), str(tmp_path / "out"), *options]
-    assert 0 == main([*command, "--dry-run"])
-    listed = {one["name"]: one["made_of"] for one in json.loads(capsys.readouterr().out)["tensors"]}
-    assert {*COPIES.model.state(), *expected_tensors(COPIES, masters=True)} == set(listed)
-    at = "model.layers.1.self_attn"
-    assert [f"{at}.qkv_proj.weight_k/exp_avg_sq"] == listed[f"{at}.k_proj.weight/exp_avg_sq"]
-    assert not (tmp_path / "out").exists()
-    assert 0 == main(command)
-    assert [] == differences(expected_tensors(COPIES, masters=True), tensors(tmp_path / "out"))
 
 
 def test_names_may_be_given(tmp_path: Path) -> None:

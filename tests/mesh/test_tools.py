@@ -98,11 +98,3 @@ def test_inspect_shows_what_each_rank_held(
     assert [[[5, 6], [3, 6]], [[5, 6], [3, 6]], [[4, 6], [2, 6]], [[4, 6], [2, 6]]] == found
     assert ("dim 0 in 2 (fsdp)", [9, 6]) == tuple(parameters["embed.weight"][key] for key in ("cut", "global_shape"))
     assert "dim 0 in 2 (fsdp), dim 0 in 2 (tp)" == parameters["blocks.0.up.weight"]["cut"]
-
-
-def test_a_list_shows_the_dimensions_of_the_mesh(
-    tag: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not those of as many data-parallel ranks."""
-    assert 0 == main(["list", str(tag[0].parent)])
-    assert "  fsdp=2 tp=2  " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Jobs on a store in memory: processes that are threads, and that may die or hang before any operation.
+"""Jobs on a store in memory: processes that are threads, and that may die before any operation.
 
 A process dies by losing its connection: nothing that it does afterwards reaches the store, which is all that a store
 sees of a death.
@@ -58,7 +58,6 @@ class Process:
         self._lock, self._armed = threading.Lock(), False
         self._moment: Moment = lambda operation: False
         self._then: Callable[[], Any] = lambda: None
-        self._awake: threading.Event | None = None
         self.reached = threading.Event()
         self.log: list[Operation] = []
         self.saver = Checkpointer(
@@ -74,11 +73,6 @@ class Process:
         self._moment, self._then = moment, then or self.die
         self.log.clear()
         self._armed = True
-
-    def suspend(self, moment: Moment, awake: threading.Event) -> None:
-        """At that moment it stops as a whole, with all of its threads, until it is awake."""
-        self._awake = awake
-        self.arm(moment, awake.wait)
 
     def save(self, tag: str, value: int, **options: Any) -> Any:
         """Save a state that tells the value, see tests.protocol.states; the error, or None."""
@@ -106,8 +100,6 @@ class Process:
         if due:
             self.reached.set()
             self._then()
-        elif self._awake is not None and self.reached.is_set():
-            self._awake.wait()
         if self._connection.gone:
             raise OSError(errno.ENOTCONN, "the process is dead")
 

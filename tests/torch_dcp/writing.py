@@ -210,15 +210,3 @@ def killed(rank: int, directory: Path, at: str) -> None:
 
     storage = HookedStorage(LocalStorage(directory), kill)
     save(state, storage_writer=StorageWriter(directory, "step_1", timeout=30, storage=storage))
-
-
-def some_ranks(rank: int, directory: Path) -> str:
-    """A group of three of four ranks saves: what it is told."""
-    group: Any = torch.distributed.new_group(list(range(torch.distributed.get_world_size() - 1)))
-    if rank == torch.distributed.get_world_size() - 1:
-        return "none"
-    try:
-        save({"model": {"w": torch.ones(2)}}, process_group=group, storage_writer=StorageWriter(directory, "some"))
-    except CheckpointException as error:
-        return "; ".join(str(problem) for problem, _ in error.failures.values())
-    return "nothing"

@@ -101,13 +101,6 @@ class Soap(_Own):
         return state["exp_avg"] / (state["exp_avg_sq"].mean().sqrt() + 1e-8)
 
 
-class Projector:
-    """As GaLore keeps one beside the moments."""
-
-    def __init__(self, basis: Tensor) -> None:
-        self.basis = basis
-
-
 class GaLore(_Own):
     """Moments of fewer rows than the parameter, beside the basis that they are in."""
 
