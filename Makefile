@@ -18,6 +18,7 @@ VENV_PLAIN ?= .venv-plain
 PYTHON_PLAIN ?= $(or $(shell tools/find_python 3.12 3.13 3.14),$(PYTHON))
 PYTHONS ?= 3.10 3.12 3.13 3.14
 TORCH ?= torch==2.14.*
+TORCH_XLA := 'torch==2.9.*' 'torch-xla==2.9.*'
 TORCH_PLAIN ?= 'torch==2.14.*; python_version >= "3.12"' 'torch==2.13.*; python_version < "3.12"'
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -116,12 +117,14 @@ demo: $(XLA_READY)
 site: $(PLAIN_READY)
 	NO_MKDOCS_2_WARNING=1 $(VENV_PLAIN)/bin/python -m mkdocs build --strict
 
-# Without --no-compile pip would compile all of torch's modules, most of which no test imports. Those that are imported
-# are compiled by one process that only collects tests; four would do it at the same time, each for itself.
+# The pip that comes with Python 3.11 and 3.12 takes three times as long to choose versions as today's, so it is upgraded
+# first. Without --no-compile it would compile all of torch's modules, most of which no test imports. Those that are
+# imported are compiled by one process that only collects tests; four would do it at the same time, each for itself.
 # One at a time, as both write the project's metadata here; torch, which takes longest, comes before that. The stamp
 # comes last and is newer than what was installed from, so an interrupted installation is taken up again.
 $(XLA_READY): pyproject.toml setup.py
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --no-compile $(TORCH_XLA)
 	flock setup.py $(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[xla,dev]'
 	touch $@
 
@@ -130,7 +133,7 @@ $(BENCH_READY): $(XLA_READY)
 	touch $@
 
 $(PLAIN_READY): pyproject.toml setup.py
-	test -x $(VENV_PLAIN)/bin/python || $(PYTHON_PLAIN) -m venv $(VENV_PLAIN)
+	test -x $(VENV_PLAIN)/bin/python || $(PYTHON_PLAIN) -m venv --upgrade-deps $(VENV_PLAIN)
 	@echo "Tests marked plain run on $$($(VENV_PLAIN)/bin/python --version)"
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile $(TORCH_PLAIN)
 	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' $(TORCH_PLAIN)

@@ -6,7 +6,6 @@ On two Pythons: from 3.12 on an exiting interpreter starts no threads, and child
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from nxd_ckpt import open_checkpoint
 from tests.protocol.children import in_child
 from tests.protocol.states import visible_tags
-from tests.support.processes import run_program
+from tests.support.processes import run_file, run_program
 
 pytestmark = [pytest.mark.plain]
 
@@ -144,9 +143,7 @@ def test_a_task_of_a_pool_ends_with_its_saves(tmp_path: Path, method: str) -> No
     """A lost one is its exception, since nobody looks at exit codes of a pool. The next task saves again."""
     script = tmp_path / "pooled.py"
     script.write_text(POOLED)
-    command = [sys.executable, str(script), str(tmp_path), method]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    ended = run_file(script, tmp_path, method)
     assert 0 == ended.returncode, ended.stderr
     *done, lost = ended.stdout.splitlines()
     assert ["done"] * 3 == done
