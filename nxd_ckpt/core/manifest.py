@@ -214,7 +214,8 @@ _Maker = Callable[[Any], Any]
 class RankIndex:
     """Everything that the rank at ``coordinates`` wrote into a tag. ``parameters`` are the parameters it *holds*.
 
-    Only leaders of a mesh job have ``mesh``: the tensors that the ranks of the group wrote together.
+    Only leaders of a mesh job have ``mesh``: the tensors that the ranks of the group wrote together. ``trees`` are what
+    files hold beside their tensors, as JSON values (`formats.recorded_tree`): these files need not be parsed.
     """
 
     coordinates: Coordinates
@@ -223,6 +224,7 @@ class RankIndex:
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     optimizer_names: tuple[str, ...] | None = None
     mesh: MeshRecord | None = None
+    trees: Mapping[str, Any] = field(default_factory=dict)
 
 
 OPTIMIZERS = ("plain", "zero1", "zero1_full", "zero1_dcp")
@@ -283,6 +285,7 @@ def dump_index(index: RankIndex) -> bytes:
     """Return the JSON of an index file. Raises SaveFailed if no load would read it."""
     at = index.coordinates
     mesh = {} if index.mesh is None else {"mesh": index.mesh.text()}
+    trees = {"trees": document.plain(dict(index.trees))} if index.trees else {}
     data = document.members(
         {
             "format_version": str(MESH_VERSION if mesh else FORMAT_VERSION),
@@ -293,6 +296,7 @@ def dump_index(index: RankIndex) -> bytes:
             "parameters": parameters_text(index.parameters),
             "optimizer_names": document.plain(index.optimizer_names),
             **mesh,
+            **trees,
         }
     ).encode()
     _require_readable(lambda: load_index(data, "its index"))
@@ -312,6 +316,7 @@ def load_index(data: bytes, where: str) -> RankIndex:
             parameters=_named(checked_text, fields["parameters"]),
             optimizer_names=None if names is None else tuple(map(checked_text, checked(list, names))),
             mesh=MeshRecord.from_json(fields["mesh"]) if _is_of_mesh(fields) else None,
+            trees=_named(checked_key, fields.get("trees", {})),
         )
 
 

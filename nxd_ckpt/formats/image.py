@@ -9,6 +9,8 @@ from typing import Any
 
 from typing_extensions import Self
 
+from nxd_ckpt.formats.recorded_tree import RecordedTree
+
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
@@ -46,6 +48,11 @@ class Image(ABC):
     def head(self, blocks: Sequence[Sequence[int]]) -> bytes:
         """Return the bytes before `begin`; ``blocks`` are the CRC-32s of the blocks of all storages, in order."""
         return b""
+
+    @property
+    def recorded(self) -> RecordedTree | None:
+        """What the file holds, for an index; None if only the file can tell."""
+        return None
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:

@@ -17,6 +17,7 @@ from nxd_ckpt.formats import zip_directory
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.pickling import pickle_tree
+from nxd_ckpt.formats.recorded_tree import RecordedTree, recorded
 from nxd_ckpt.formats.strides import Stride, stride_of
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.formats.zip_directory import Record
@@ -33,6 +34,11 @@ class ZipImage(Image):
 
     _contents: Sequence[bytes] = field(repr=False)
     _records: Sequence[Record] = field(repr=False)  # those of storages, then those of _contents
+    _recorded: RecordedTree | None = field(repr=False)
+
+    @property
+    def recorded(self) -> RecordedTree | None:
+        return self._recorded
 
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """Return (offset, bytes) of the header before storage ``index``, which contains its CRC-32."""
@@ -51,7 +57,8 @@ class ZipImage(Image):
         pickled, tensors = pickle_tree(tree, tensor_key)
         if [storage.nbytes for storage in self.storages] != [nbytes for _, nbytes in tensors]:
             raise AssertionError("a state that should be unchanged has other tensors")
-        return _image(pickled, self._records[: len(self.storages)], self.storages, self.tensors)
+        tree_recorded = None if self._recorded is None else recorded(tree, stride_of)
+        return _image(pickled, self._records[: len(self.storages)], self.storages, self.tensors, tree_recorded)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ def image_of(
     *,
     tensor_key: Callable[[Any], Hashable] = id,
     stride_of: Callable[[Any], Stride | None] = stride_of,
+    records: bool = False,
 ) -> ZipImage:
     """Return the image of the file for ``tree``; no tensor is read.
 
@@ -122,12 +130,13 @@ def image_of(
     dtype and shape (ties) share one storage. Parameters become plain tensors, and nothing requires grad.
     TensorReferences are written as torch-xla's. Strides from ``stride_of`` are recorded. Raises UnsupportedState for
     tensors that are not plain strided ones, UnsafePickle for values that cannot be pickled at all;
-    `check_picklable_as_data` checks that the rest is plain data.
+    `check_picklable_as_data` checks that the rest is plain data. With ``records`` the image has the tree for the index.
     """
     pickled, tensors = pickle_tree(tree, tensor_key, stride_of)
-    records = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
-    storages = [StorageRecord(record.offset, record.nbytes) for record in records]
-    return _image(pickled, records, storages, [tensor for tensor, _ in tensors])
+    placed = _placed(((f"data/{index}", nbytes) for index, (_, nbytes) in enumerate(tensors)), 0)
+    storages = [StorageRecord(record.offset, record.nbytes) for record in placed]
+    tree_recorded = recorded(tree, stride_of) if records else None
+    return _image(pickled, placed, storages, [tensor for tensor, _ in tensors], tree_recorded)
 
 
 def _images_of(values: Iterable[Any]) -> Iterator[ZipImage]:
@@ -144,13 +153,17 @@ def _images_of(values: Iterable[Any]) -> Iterator[ZipImage]:
 
 
 def _image(
-    pickled: bytes, records: Sequence[Record], storages: Sequence[StorageRecord], tensors: Sequence[Any]
+    pickled: bytes,
+    records: Sequence[Record],
+    storages: Sequence[StorageRecord],
+    tensors: Sequence[Any],
+    tree_recorded: RecordedTree | None,
 ) -> ZipImage:
     contents = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n"}
     after = _placed(((name, len(content)) for name, content in contents.items()), records[-1].end if records else 0)
     all_records = [*records, *after]
     total = all_records[-1].end + zip_directory.directory_nbytes(all_records)
-    return ZipImage(total, storages, tensors, list(contents.values()), all_records)
+    return ZipImage(total, storages, tensors, list(contents.values()), all_records, tree_recorded)
 
 
 def _placed(sizes: Iterable[tuple[str, int]], cursor: int) -> list[Record]:

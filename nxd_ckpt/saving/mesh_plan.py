@@ -95,7 +95,7 @@ class MeshPlan:
                 yield _shard_file(names.shard_file(DIRECTORIES[part], self.rank), mine, part)
             if self.leads:
                 key, references = names.structure_file(DIRECTORIES[part], self.rank), xser.references_of(state.tree)
-                yield PlannedFile(key, image_of(references), part=part, contents=xser.references_of)
+                yield PlannedFile(key, image_of(references, records=True), part=part, contents=xser.references_of)
 
     def copies(self) -> Iterator[Replica]:
         """Yield the tensors that other ranks hold too, without their places in files."""

@@ -251,8 +251,8 @@ def _shared_files(
     files = [_planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine]
     if topology.rank == group[0]:
         info = xser.info(tensors, experts)
-        files.append(PlannedFile(key, image_of(references), contents=xser.references_of))
-        files.append(PlannedFile(names.info_file(key), image_of(info)))
+        files.append(PlannedFile(key, image_of(references, records=True), contents=xser.references_of))
+        files.append(PlannedFile(names.info_file(key), image_of(info, records=True)))
     return [replace(planned, part=part) for planned in files]
 
 
@@ -298,7 +298,7 @@ def _planned(
     for path, tensor in leaves:
         tie = state.tensors[path].tie
         memory[id(tensor)] = id(tensor) if tie is None else tie
-    image = image_of(tree, tensor_key=lambda tensor: memory[id(tensor)])
+    image = image_of(tree, tensor_key=lambda tensor: memory[id(tensor)], records=not is_tensor(tree))
     storage_of = {memory[id(tensor)]: index for index, tensor in enumerate(image.tensors)}
     entries = []
     for path, tensor in leaves:
@@ -325,7 +325,9 @@ def plan_objects(state: SaveState, topology: Topology) -> tuple[PlannedFile, ...
         objects += [(names.SCHEDULER, state.scheduler), (names.USER_CONTENT, state.user_content)]
     objects.append((names.rank_content_file(topology.rank), state.rank_content))
     return tuple(
-        PlannedFile(key, image_of(value, stride_of=stride_in_content)) for key, value in objects if value is not None
+        PlannedFile(key, image_of(value, stride_of=stride_in_content, records=True))
+        for key, value in objects
+        if value is not None
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.formats.image import Image
+from nxd_ckpt.formats.recorded_tree import RecordedTree
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class PlannedFile:
     def names(self) -> dict[int, str]:
         """A tensor's name for each storage, by number."""
         return {tensor.storage: tensor.name for tensor in self.tensors}
+
+    @property
+    def tree(self) -> RecordedTree | None:
+        """What a settled file holds, if the index lists all tensors of it."""
+        tree = self.image.recorded
+        return None if tree is None or tree.tensors != len(self.tensors) else tree
 
     def settled(self) -> PlannedFile:
         """Return the file with its final image."""

@@ -152,7 +152,7 @@ class Own:
         """Return the file to write; ``number`` is that of names.rank_state_file."""
         for name in [name for name in self.leaves if is_below(name.rpartition("/")[0], self.leaves)]:
             del self.leaves[name]
-        image = image_of(vars(self))
+        image = image_of(vars(self), records=True)
         storage_of = {id(tensor): number for number, tensor in enumerate(image.tensors)}
         tensors = [
             NamedTensor(f"{names.RANK_STATE_DIR}/{name}", storage_of[id(leaf)], *form_of(leaf), None)

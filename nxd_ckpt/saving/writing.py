@@ -249,7 +249,12 @@ class FileWriter:
             for tensor in written.planned.tensors
         ]
         files = {written.planned.key: written.entry for written in self._in_order()}
-        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, plan.mesh)
+        trees = {
+            written.planned.key: tree.element
+            for written in self._in_order()
+            if (tree := written.planned.tree) is not None
+        }
+        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, plan.mesh, trees)
 
     def blocks(self, place: tuple[int, int]) -> list[int]:
         """Return the CRC-32s of the blocks of a storage that was written: of a file, by their numbers."""

@@ -20,8 +20,9 @@ from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.core.manifest import TensorEntry
 from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFound
 from nxd_ckpt.formats import torch_zip
+from nxd_ckpt.formats.recorded_tree import tree_of
 from nxd_ckpt.formats.safetensors import read_header
-from nxd_ckpt.formats.strides import noted, stored_stride, strided, with_stride
+from nxd_ckpt.formats.strides import Stride, noted, stored_stride, strided, with_stride
 from nxd_ckpt.formats.tensors import (
     Path,
     TensorReference,
@@ -110,12 +111,17 @@ class TagFiles:
         self._kept: dict[str, memoryview] = {}
         self._kept_nbytes = 0
         self._recorded: dict[str, int] = {}
+        self._trees: dict[str, tuple[Any, Sequence[TensorStub]]] = {}
         self.entries: dict[tuple[str, int], TensorEntry] = {}
         """Tensors with digests that are known so far, by file and offset of their first byte in it."""
 
     def record(self, file: str, nbytes: int) -> None:
         """Take from an index that a file is there, with its size: it is neither listed nor asked for its size."""
         self._recorded[file] = nbytes
+
+    def record_tree(self, file: str, element: Any, tensors: Sequence[TensorStub]) -> None:
+        """Take from an index what a file holds, and its tensors in this order: it is not parsed."""
+        self._trees[file] = element, tensors
 
     @contextmanager
     def with_hints(self, hints: IndexHints) -> Iterator[None]:
@@ -286,6 +292,9 @@ class TagFiles:
         }
 
     def _parse(self, file: str, start: int, nbytes: int | None, leaf: Leaf, dtensors: bool = False) -> Any:
+        if file in self._trees:
+            return self._as_recorded(file, leaf)
+
         def absolute(stub: TensorStub) -> Any:
             span = stub.storage._replace(offset=start + stub.storage.offset)
             return leaf(replace(stub, offset=start + stub.offset, storage=span))
@@ -308,6 +317,23 @@ class TagFiles:
                 begins=() if self._hints is None or start else self._hints.begins(file),
                 dtensors=dtensors,
             )
+
+    def _as_recorded(self, file: str, leaf: Leaf) -> Any:
+        element, tensors = self._trees[file]
+        left = iter(tensors)
+
+        def next_leaf(stride: Stride | None) -> Any:
+            stub = next(left, None)
+            if stub is None:
+                raise MalformedFile(f"its recorded tree has more than the {len(tensors)} tensors of its index")
+            return leaf(with_stride(stub, stride))
+
+        with self.named(file):
+            tree = tree_of(element, next_leaf)
+            unused = next(left, None)
+            if unused is not None:
+                raise MalformedFile(f"its recorded tree has fewer than the {len(tensors)} tensors of its index")
+            return tree
 
     def _read(self, stub: TensorStub) -> torch.Tensor:
         return torch_zip.read_tensor(partial(self.storage.read_into, self.key(stub.file)), stub)

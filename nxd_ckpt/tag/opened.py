@@ -45,8 +45,10 @@ from nxd_ckpt.tag.verification import (
     WrittenHints,
     changed_tensors,
     check_bytes,
+    check_extents,
     refuse_missing,
     refuse_unfinished,
+    stub_of,
     verify_tensors,
 )
 
@@ -422,6 +424,8 @@ class OpenTag:
         if entry is None:
             saved_files = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files}")
+        if not self.opens_all:
+            self._record_tree(file, entry.nbytes, self.index(writer))
         if entry.nbytes > _SMALL:
             self._expect(file, entry.nbytes)
         else:
@@ -436,6 +440,13 @@ class OpenTag:
                 self._layout.files.keep(file, data)
             self._layout.files.record(file, entry.nbytes)
         self._verified.add(file)
+
+    def _record_tree(self, file: str, nbytes: int, index: RankIndex) -> None:
+        """Take the content of a file from its writer's index, if that has it: the digests there verify its tensors."""
+        if file in index.trees:
+            entries = [entry for entry in index.tensors if entry.file == file]
+            check_extents(entries, nbytes, f"{self.where}/{file}")
+            self._layout.files.record_tree(file, index.trees[file], [stub_of(entry) for entry in entries])
 
     def _parsing(self, file: str, writer: Coordinates) -> AbstractContextManager[None]:
         """Verify a file as `_verify` does; return the context in which it is parsed."""

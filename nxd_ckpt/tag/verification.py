@@ -7,15 +7,25 @@ single tensor need not be opened to know its expected content: the index's diges
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nxd_ckpt import effects
+from nxd_ckpt.core.limits import REPEATED_NBYTES, REPEATS
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartLost, PartNotFound, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.safetensors import REWRITTEN
-from nxd_ckpt.formats.tensors import Assembly, Path, StorageSpan, TensorStub, contiguous_stride, iter_tensors
+from nxd_ckpt.formats.tensors import (
+    Assembly,
+    Path,
+    StorageSpan,
+    TensorStub,
+    contiguous_stride,
+    itemsize,
+    iter_tensors,
+)
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.files import MissingTensor, UnfinishedTensor
@@ -95,6 +105,23 @@ def stub_of(entry: TensorEntry) -> TensorStub:
     dtype, shape, nbytes, crc = _form(entry)
     record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
     return TensorStub(entry.file, entry.offset, dtype, shape, contiguous_stride(shape), record)
+
+
+def check_extents(entries: Iterable[TensorEntry], nbytes: int, where: str) -> None:
+    """Raise MalformedFile if tensors do not have the bytes of their forms, or not within the ``nbytes`` of the file.
+
+    Ties may share bytes, as often as in a file that is parsed.
+    """
+    left = REPEATS * nbytes + REPEATED_NBYTES
+    for entry in entries:
+        if entry.nbytes != math.prod(entry.shape) * itemsize(entry.dtype) or entry.offset + entry.nbytes > nbytes:
+            raise MalformedFile(
+                f"{where}: its index has a tensor {entry.name!r}, {entry.dtype} {entry.shape}, of {entry.nbytes} bytes "
+                f"at {entry.offset}, in a file of {nbytes}"
+            )
+        left -= entry.nbytes
+    if left < 0:
+        raise MalformedFile(f"{where}: by repetition, the tensors in its index have far more than its {nbytes} bytes")
 
 
 def verify_tensors(where: str, tree: Any, written: WrittenFiles, *, left_out: bool = False) -> None:

@@ -115,14 +115,15 @@ class DcpSave(CollectedSave):
         Errors of `commit.commit` pass, with nothing visible.
         """
         session = self.session
-        files = [PlannedFile(key, image_of(value)) for key, value in contents.objects.items()]
-        objects = self._written(files).files
+        files = [PlannedFile(key, image_of(value, records=True)) for key, value in contents.objects.items()]
+        objects = self._written(files)
         documents = {
             key: write_small(session.storage, self.publication, key, data) for key, data in contents.documents.items()
         }
         self._index = replace(
             self._index,
-            files={**self._index.files, **objects, **documents},
+            files={**self._index.files, **objects.files, **documents},
+            trees=objects.trees,
             parameters=contents.parameters,
             optimizer_names=contents.optimizer_names,
             mesh=MeshRecord((), tuple(contents.tensors)),

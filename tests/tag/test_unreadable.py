@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Callable
@@ -19,36 +18,9 @@ from nxd_ckpt.errors import MalformedFile, UnreadableFormat
 from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import Net
+from tests.tag.rewriting import Fields, rewrite, rewrite_index
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-Fields = dict[str, Any]
-
-
-def seal(fields: Fields) -> bytes:
-    """The bytes of a manifest with a digest of its own."""
-    fields.pop("crc32", None)
-    unsealed = json.dumps(fields, separators=(",", ":"))[:-1].encode()
-    return unsealed + b',"crc32":%d}' % zlib.crc32(unsealed)
-
-
-def rewrite(directory: Path, change: Callable[[Fields], object]) -> None:
-    """Write a tag's manifest as another version would."""
-    manifest = directory / "manifest.json"
-    fields = json.loads(manifest.read_text())
-    change(fields)
-    manifest.write_bytes(seal(fields))
-
-
-def rewrite_index(directory: Path, change: Callable[[Fields], object]) -> None:
-    """Write an index as another version would, and its digest into the manifest."""
-    (index,) = (directory / "index").iterdir()
-    fields = json.loads(index.read_text())
-    change(fields)
-    data = json.dumps(fields).encode()
-    index.write_bytes(data)
-    rewrite(directory, lambda manifest: manifest.update(ranks=[[len(data), zlib.crc32(data)]]))
-
 
 def first(fields: Fields) -> Fields:
     return next(iter(fields["parameters"].values()))
@@ -135,6 +107,11 @@ def test_content_that_is_refused_as_it_was_written_is_not_damaged(tmp_path: Path
         nested = [nested]
     torch.save(nested, content)
     data = content.read_bytes()
-    rewrite_index(tag, lambda fields: fields["files"].update({"user_content.pt": [len(data), zlib.crc32(data)]}))
+
+    def change(fields: Fields) -> None:
+        fields["files"]["user_content.pt"] = [len(data), zlib.crc32(data)]
+        del fields["trees"]["user_content.pt"]
+
+    rewrite_index(tag, change)
     with pytest.raises(UnreadableFormat, match=r"user_content\.pt.*cannot be read"):
         open_checkpoint(tmp_path).user_content()

@@ -1,0 +1,36 @@
+"""Manifests and indexes written again, with digests that fit, as another version would write them."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Fields = dict[str, Any]
+
+
+def seal(fields: Fields) -> bytes:
+    """The bytes of a manifest with a digest of its own."""
+    fields.pop("crc32", None)
+    unsealed = json.dumps(fields, separators=(",", ":"))[:-1].encode()
+    return unsealed + b',"crc32":%d}' % zlib.crc32(unsealed)
+
+
+def rewrite(directory: Path, change: Callable[[Fields], object]) -> None:
+    """Write a tag's manifest as another version would."""
+    manifest = directory / "manifest.json"
+    fields = json.loads(manifest.read_text())
+    change(fields)
+    manifest.write_bytes(seal(fields))
+
+
+def rewrite_index(directory: Path, change: Callable[[Fields], object]) -> None:
+    """Write an index as another version would, and its digest into the manifest."""
+    (index,) = (directory / "index").iterdir()
+    fields = json.loads(index.read_text())
+    change(fields)
+    data = json.dumps(fields).encode()
+    index.write_bytes(data)
+    rewrite(directory, lambda manifest: manifest.update(ranks=[[len(data), zlib.crc32(data)]]))
