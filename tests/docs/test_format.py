@@ -1,4 +1,4 @@
-"""docs/format.md, docs/directory.md and docs/protocol.md: every key that is written, the containers, the digests."""
+"""docs/format.md, docs/directory.md and docs/protocol.md: every key that others read, the containers, the digests."""
 
 from __future__ import annotations
 
@@ -121,9 +121,6 @@ DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "`dcp_names.json`": lambda found: json.loads(DcpNames().to_json()),
     "`lease.json`": lambda found: found["lease.json"],
     "`heartbeat.json`": lambda found: found["heartbeat.json"],
-    "`rank_%05d.vote.json`": lambda found: found[VOTE],
-    "`rank_%05d.vote.json`: `plan`": lambda found: found[VOTE]["plan"],
-    "`verdict.json`": lambda found: found["verdict.json"],
     "`journal.json`": lambda found: found["journal.json"],
     "`statistics/TAG.json`": lambda found: json.loads(statistics_text("a save", {})),
 }
