@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,19 @@ def saved(rank: int, path: Path) -> None:
     """One tag, on the hosts alone."""
     with Checkpointer(tiers=[tier(path, rank, replicas=2)], topology=of(rank), timeout=TIMEOUT) as saver:
         saver.save("step_1", state(1, rank, NUMBERS), user_content={"step": 1})
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hosts with that tag."""
+    path = tmp_path_factory.mktemp("hosts")
+    Job(RANKS, saved, path, group=True).values()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _copies_of_the_hosts(hosts: Path, tmp_path: Path) -> None:
+    shutil.copytree(hosts, tmp_path, dirs_exist_ok=True)
 
 
 def drainer(
@@ -76,7 +90,6 @@ def read(rank: int, path: Path) -> int:
 
 def test_each_host_copies_what_it_holds(tmp_path: Path) -> None:
     """As many files each, and no bytes of them go over the network to rank 0."""
-    Job(RANKS, saved, tmp_path, group=True).values()
     found = Job(RANKS, drain, tmp_path, group=True).values()
     files = [f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt" for tp in range(RANKS)]
     assert files == sorted(file for written, _ in found for file in written)
@@ -88,7 +101,6 @@ def test_each_host_copies_what_it_holds(tmp_path: Path) -> None:
 
 def test_each_host_copies_what_it_holds_to_a_store(tmp_path: Path, s3_server: S3Server) -> None:
     """There a directory begins with its first file."""
-    Job(RANKS, saved, tmp_path, group=True).values()
     found = Job(RANKS, drain, tmp_path, s3_server.options, group=True).values()
     assert () == verify_checkpoint("s3://bucket/far", "step_1", storage_options=s3_server.options).problems
     assert RANKS * [1] == [len(written) for written, _ in found]
@@ -111,7 +123,6 @@ def drain_and_die(rank: int, path: Path, victim: int) -> bool:
 
 def test_a_host_that_dies_is_replaced_by_rank_0(tmp_path: Path) -> None:
     """It copies those files from their replicas, and the tag is there."""
-    Job(RANKS, saved, tmp_path, group=True).values()
     outcomes = Job(RANKS, drain_and_die, tmp_path, 2, group=True).outcomes()
     assert isinstance(outcomes.pop(2), Died)
     assert [True] * 3 == outcomes
@@ -131,7 +142,6 @@ def drain_elsewhere(rank: int, path: Path) -> int:
 
 def test_a_host_that_sees_another_place_copies_nothing_there(tmp_path: Path) -> None:
     """Rank 0 copies what that host should have."""
-    Job(RANKS, saved, tmp_path, group=True).values()
     assert [2, 1, 1, 0] == Job(RANKS, drain_elsewhere, tmp_path, group=True).values()
     assert () == verify_checkpoint(tmp_path / "far", "step_1").problems
     assert not (tmp_path / "other").exists()
@@ -152,7 +162,6 @@ def drain_and_stop(rank: int, path: Path) -> None:
 
 def test_a_copy_that_is_stopped_is_given_up_by_all_hosts(tmp_path: Path) -> None:
     """Nothing of a file is left that is not complete, and the next launch brings it."""
-    Job(RANKS, saved, tmp_path, group=True).values()
     Job(RANKS, drain_and_stop, tmp_path, group=True).values()
     assert not (tmp_path / "far" / "step_1").exists()
     assert RANKS == sum(len(written) for written, _ in Job(RANKS, drain, tmp_path, group=True).values())
@@ -189,7 +198,6 @@ def ask(rank: int, path: Path) -> list[str]:
 
 def test_what_a_host_refuses_to_copy(tmp_path: Path) -> None:
     """To no tier, out of its directory, into nothing, what is not what it was: it says why, and leaves nothing."""
-    Job(RANKS, saved, tmp_path, group=True).values()
     refused = Job(RANKS, ask, tmp_path, group=True).values()[0]
     for expected, found in zip(
         [

@@ -21,7 +21,7 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
 )
 from tests.conversion.tags import contents
-from tests.hugging_face.reference import Job, Model, State
+from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -31,18 +31,20 @@ JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 HEADS, HEADS_6 = ({"num_attention_heads": heads, "head_dim": 2} for heads in (9, 6))
 
 
-def refused(
-    directory: Path, kind: type[CheckpointError], complaint: str, state: State | None = None, **options: Any
-) -> None:
-    """The export of a tag of :data:`JOB` raises, and makes nothing."""
-    held = JOB.model.state() if state is None else state
+@pytest.fixture(scope="module")
+def tag(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of :data:`JOB`. Nothing changes it."""
+    return save_job(tmp_path_factory.mktemp("refused") / "run", JOB, JOB.model.state())
+
+
+def refused(directory: Path, tag: Path, kind: type[CheckpointError], complaint: str, **options: Any) -> None:
+    """The export of the tag raises, and makes nothing."""
     config = write_config(directory / "config", {**JOB.model.config, **options.pop("changes", {})})
-    tag = save_job(directory / "run", JOB, held)
-    before = contents(directory / "run")
+    before = contents(tag.parent)
     how: dict[str, Any] = {"config": config, "kv_size_multiplier": 2, **options}
     with pytest.raises(kind, match=complaint):
         convert(tag, directory / "out" / "model", to="hf", **how)
-    assert before == contents(directory / "run")
+    assert before == contents(tag.parent)
     assert not (directory / "out").exists()
 
 
@@ -71,10 +73,10 @@ def refused(
     ],
 )
 def test_what_does_not_fit(
-    tmp_path: Path, kind: type[CheckpointError], complaint: str, options: dict[str, Any]
+    tmp_path: Path, tag: Path, kind: type[CheckpointError], complaint: str, options: dict[str, Any]
 ) -> None:
     """Before anything is written; the error names tensor, argument or key."""
-    refused(tmp_path, kind, complaint, **options)
+    refused(tmp_path, tag, kind, complaint, **options)
 
 
 def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     state = JOB.model.state()
     state["model.norm.weight"][3] = 1e9
     expected = r"model\.norm\.weight: values become infinite when cast from float32 to .*float16"
-    refused(tmp_path, DtypeMismatch, expected, state, dtype="float16")
+    refused(tmp_path, save_job(tmp_path / "run", JOB, state), DtypeMismatch, expected, dtype="float16")
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])

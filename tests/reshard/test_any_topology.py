@@ -75,7 +75,7 @@ def check_case(case: Case) -> None:
         check(Path(directory), list(case.weights), case.saved, case.live, **case.save_options)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(case=cases())
 def test_every_rank_of_another_job_gets_its_part(case: Case) -> None:
     """Whatever the sizes, cuts, param groups and files: what is loaded is what cutting the whole model gives."""
@@ -107,6 +107,7 @@ def test_experts_move(tmp_path: Path, on: str, to: str, zero1: bool, use_xser: b
 
 
 @pytest.mark.parametrize(("on", "to"), [("dp2ep2", "dp4ep2"), ("dp4ep2", "tp2"), ("dp1", "dp2ep2")])
+@pytest.mark.one_in(2)
 def test_a_param_group_of_experts_alone(tmp_path: Path, on: str, to: str) -> None:
     """It keeps its options, on the outer optimizer too: from there NxD hands them down before every step."""
     weights = [replace(w, options=int(w.name.endswith("experts"))) for w in weights_of(experts=True)]
@@ -141,8 +142,10 @@ def test_weights_that_were_left_out_are_cut_from_master_weights(tmp_path: Path, 
     check(tmp_path, weights, saved, live, use_xser=True, avoid_saving_lower_precision_weights=True)
 
 
-@pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])
-@pytest.mark.parametrize(("on", "to"), [("tp2", "pp2"), ("pp2", "tp2"), ("pp2", "dp3"), ("pp2", "dp2pp2")])
+@pytest.mark.parametrize(
+    ("on", "to", "use_xser"),
+    [("tp2", "pp2", False), ("pp2", "tp2", True), ("pp2", "dp3", False), ("pp2", "dp2pp2", True)],
+)
 def test_tied_weights_are_one_or_two(tmp_path: Path, on: str, to: str, use_xser: bool) -> None:
     """An embedding tied to the head is one parameter on one stage, and a copy on each of two stages."""
     weights = [Weight("embed", (24, 3)), Weight("up", (6, 3)), Weight("head", (24, 3), alias="embed")]
@@ -169,7 +172,7 @@ def test_a_dict_of_parameters_moves(tmp_path: Path) -> None:
 def test_attributes_that_were_lost_can_be_given(tmp_path: Path) -> None:
     """``partitions=`` says how live parameters are cut whose attributes a device move dropped."""
     weights = weights_of()
-    saved, live = layout_of("tp2", weights), layout_of("dp2tp3", weights)
+    saved, live = layout_of("tp2", weights), layout_of("tp3", weights)
     save_job(tmp_path, weights, saved)
     given = {name: cut for name, cut in live.cuts.items() if cut != Partition()}
     for at in live.ranks:
@@ -214,7 +217,7 @@ def test_state_of_the_optimizer_as_a_whole_moves(tmp_path: Path) -> None:
 def test_rank_content_stays_behind(tmp_path: Path) -> None:
     """Random states and data positions are those of ranks that there are no more: nothing is given to others."""
     weights = weights_of()
-    saved, live = layout_of("dp2tp2", weights), layout_of("dp6", weights)
+    saved, live = layout_of("dp2tp2", weights), layout_of("dp3", weights)
     save_job(tmp_path, weights, saved, rank_content={"position": 1})
     for at in live.ranks:
         rank, content = fresh(weights, live, at), dict[str, int]()

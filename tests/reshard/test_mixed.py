@@ -185,10 +185,12 @@ def held(jobs: list[tuple[Topology, Any, Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("live", STAGES)
-@pytest.mark.parametrize("on", STAGES)
+@pytest.mark.parametrize(
+    ("on", "live"),
+    [("interleaved", "in order"), ("in order", "interleaved"), ("interleaved", "whole"), ("whole", "interleaved")],
+)
 def test_interleaved_stages_go_by_name(tmp_path: Path, on: str, live: str) -> None:
-    """Virtual stages, stages in order and the whole model: each loads what any of them saved, moments too."""
+    """Virtual stages, stages in order and the whole model: each loads what another one saved, moments too."""
     jobs, others = pipelines(on, 0.0), pipelines(live, 1.0)
     for number, (_, model, optimizer) in enumerate(jobs):
         for name, parameter in model.local_state_dict(keep_vars=True).items():
