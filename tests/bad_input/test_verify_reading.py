@@ -39,7 +39,7 @@ MIB = 2**20
 SHAPES: dict[str, tuple[int, ...]] = {
     "large": (9 * MIB // 4,),  # three pieces, the last of 1 MiB
     "block": (MIB,),  # just one
-    **{f"small{number}": (number * 5,) for number in range(1, 40)},
+    **{f"small{number}": (number * 5,) for number in range(1, 15)},
     "scalar": (),
     "none": (0, 3),
 }

@@ -109,7 +109,7 @@ def test_a_script_that_is_killed_three_times(
 OLD = Path(sys.prefix, "torchtitan-0.2.2")
 
 
-@pytest.mark.parametrize("release", ["0.3", "0.2.2"])
+@pytest.mark.parametrize("release", [pytest.param("0.3", marks=pytest.mark.soak), "0.2.2"])
 def test_a_script_of_torchtitan_that_is_killed_three_times(release: str, tmp_path: Path) -> None:
     """Its manager, as its trainers call it. They end while the last save is under way; it is complete."""
     pytest.importorskip("torchtitan")

@@ -84,7 +84,7 @@ def test_jobs_that_begin_while_others_end(tmp_path: Path):
     errors: list[BaseException] = []
 
     def jobs(number: int) -> None:
-        for step in range(15):
+        for step in range(8):
             try:
                 save(tmp_path, f"step_{number}_{step}")
             except DirectoryInUse:

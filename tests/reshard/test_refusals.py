@@ -190,6 +190,7 @@ def test_entries_of_another_shape_load_on_the_same_cut_only(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("live", [LIVE, layout_of("dp1", WEIGHTS), SAVED], ids=lambda live: live.topology.describe())
 @pytest.mark.parametrize("zero1", [True, False])
+@pytest.mark.one_in(2)
 def test_zero1_becomes_plain_and_the_reverse(tmp_path: Path, zero1: bool, live: Layout) -> None:
     """By the names of the parameters, on any sizes; without names they are refused."""
     save_job(tmp_path, WEIGHTS, replace(SAVED, zero1=zero1))

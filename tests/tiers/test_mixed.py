@@ -87,6 +87,7 @@ def truncate(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [Path.unlink, truncate, lambda file: flip(file, file.stat().st_size // 2)])
 @pytest.mark.parametrize("pattern", ["model/*.pt", "model/**/*", "optim/*", "index/*", "manifest.json", "user*"])
+@pytest.mark.one_in(2)
 def test_each_file_from_the_nearest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], pattern: str
 ) -> None:
