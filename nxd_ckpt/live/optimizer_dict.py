@@ -40,6 +40,8 @@ class DictOptimizer(OptimizerAdapter):
     is known (from ``shape_info``, or its state), but not its cut over tp.
     """
 
+    is_filled = True
+
     def __init__(
         self,
         state: dict[str, Any],

@@ -86,6 +86,8 @@ class OptimizerAdapter(Protocol):
     kind: str
     parameter_names: list[str] | None
     stepping: Any = None
+    is_filled: bool = False
+    """True for a dict, which a load fills with the tag's own state: nothing steps on it."""
 
     @abstractmethod
     def form(self) -> OptimizerForm | None:
@@ -113,6 +115,10 @@ class OptimizerAdapter(Protocol):
         Changes nothing. Raises OptimizerMismatch for another kind or other param groups, ShapeMismatch or
         DtypeMismatch for a tensor that does not fit.
         """
+
+    def know_names(self, names: Sequence[str]) -> None:
+        """Use these names of the parameters, by index, if there are no others, as in a dict."""
+        return
 
     def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
         """Return the mesh positions of those of ``saved``'s tensors, by path, that are loaded into DTensors.

@@ -14,7 +14,6 @@ from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer import open_optimizer
-from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadOptions
@@ -46,7 +45,7 @@ def load_context(
     if live is not None and live.is_placed:
         refuse_sizes(topology)
     filtered.know_ties(live)
-    if live is not None and adapter is not None and not isinstance(adapter, DictOptimizer):
+    if live is not None and adapter is not None and not adapter.is_filled:
         filtered.know_shards()
     partitions = {} if live is None else live.partitions(topology.tp)
     options = replace(options, partitions={**partitions, **checked_partitions(options.partitions, topology.tp)})
@@ -138,7 +137,7 @@ class LoadContext:
     @cached_property
     def names_as_saved(self) -> OptimizerNames:
         """The names of the optimizer's parameters at the save."""
-        is_live = self.optimizer is not None and not isinstance(self.optimizer, DictOptimizer)
+        is_live = self.optimizer is not None and not self.optimizer.is_filled
         by_position = is_live and self.live_names is None
         return OptimizerNames(self.options.saved_param_names, self.live_names, by_position)
 
@@ -176,7 +175,7 @@ class LoadContext:
     def crosses(self, optimizer: OptimizerAdapter) -> bool:
         """Return whether one side is a plain optimizer and the other ZeRO-1, so that its state is cut again."""
         plain = (self.opened.parts.optimizer == "plain", optimizer.kind == "plain")
-        return plain[0] != plain[1] and not isinstance(optimizer, DictOptimizer)
+        return plain[0] != plain[1] and not optimizer.is_filled
 
     def same_sizes(self, part: str) -> bool:
         """Return whether this rank's files are simply those of its coordinates."""

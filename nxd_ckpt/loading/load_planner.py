@@ -25,7 +25,6 @@ from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, OPTIMIZER_
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
 from nxd_ckpt.formats.tensors import Assembly, form_of, is_tensor
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter
 from nxd_ckpt.live.optimizer_types import check_class
 from nxd_ckpt.live.state_names import PARAM_GROUPS, without
@@ -110,7 +109,9 @@ class LoadPlanner:
     def __init__(self, context: LoadContext, is_alone: bool = False, scheduler: Any = None) -> None:
         self._scheduler = scheduler
         self._is_alone, self._parameters = is_alone, ComparedNames()
-        self._context, self._opened, self._topology = context, context.opened, context.topology
+        self._context = context
+        self._opened = context.opened
+        self._topology = context.topology
         self._options, self._filter = context.options, context.filter
         self._model, self._optimizer = context.model, context.optimizer
         self._is_regrouped = False
@@ -130,7 +131,7 @@ class LoadPlanner:
         if self._opened.parts.optimizer is None and self._optimizer is None:
             return
         yield PARAM_GROUPS
-        if isinstance(self._optimizer, DictOptimizer):
+        if self._optimizer is not None:
             self._optimizer.know_names(self._names_by_index(self._optimizer))
         live = () if self._optimizer is None else self._optimizer.entries()
         entries = [*live, *self._saved_entries()]
@@ -148,7 +149,7 @@ class LoadPlanner:
             return
         try:
             source = state.optimizer
-            if isinstance(self._optimizer, DictOptimizer):
+            if self._optimizer is not None and self._optimizer.is_filled:
                 source = state.optimizer_by(replace(self._context.names_as_saved, by_position=False))
             yield from source.entries()
         except OptimizerMismatch:  # the parameters are unknown; if that matters, the load reports it
@@ -269,7 +270,7 @@ class LoadPlanner:
         for number, group in enumerate(tree["param_groups"]):
             own = [name for _, name in zip(group["params"], names, strict=False)]
             left_out = self._filter.ignores(PARAM_GROUPS) or all(self._filter.covers(f"optim/{name}") for name in own)
-            if group["params"] and len(group) == 1 and not left_out and not isinstance(optimizer, DictOptimizer):
+            if group["params"] and len(group) == 1 and not left_out and not optimizer.is_filled:
                 raise OptimizerMismatch(
                     f"optimizer: {self._opened.where} was saved without the options (lr, ...) of param group {number}; "
                     f"ignore_keys=[{PARAM_GROUPS!r}] keeps the live ones"
@@ -277,7 +278,7 @@ class LoadPlanner:
 
     def _refuse_positions(self, optimizer: OptimizerAdapter) -> None:
         """Raise OptimizerMismatch if filters use names, but only positions identify the optimizer's parameters."""
-        if isinstance(optimizer, DictOptimizer):  # filled with the tag's own state
+        if optimizer.is_filled:
             return
         mapping, live = self._filter.renaming.key_mapping, self._context.live_names
         if live is None:
@@ -310,8 +311,7 @@ class LoadPlanner:
         """
         if self._context.live_names is not None:
             return self._context.live_names
-        is_dict = isinstance(optimizer, DictOptimizer)
-        return (is_dict and self._opened.optimizer_names(self._topology.coordinates)) or ()
+        return (optimizer.is_filled and self._opened.optimizer_names(self._topology.coordinates)) or ()
 
     def _model_tree(self, model: ModelAdapter) -> dict[str, Any]:
         chosen = self._filter.of_model

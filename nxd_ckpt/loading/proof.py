@@ -23,7 +23,6 @@ from nxd_ckpt.live.load_hooks import is_users_object
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import NamedObjects, state_of
 from nxd_ckpt.live.named_models import open_model
-from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
 from nxd_ckpt.live.state_names import SECTIONS, entries_beside, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
@@ -55,7 +54,10 @@ class Proof(Comparison):
         **how: Any,
     ) -> None:
         super().__init__(reader, digest, **how)
-        self._context, self._trees, self._scheduler, self._before = context, trees, scheduler, before
+        self._context = context
+        self._trees = trees
+        self._scheduler = scheduler
+        self._before = before
 
     def run(
         self, model: Any, optimizer: Any, scheduler: Any, content: tuple[Any, Any] = (None, None)
@@ -112,7 +114,7 @@ class Proof(Comparison):
 
     def _compare_optimizer(self, optimizer: OptimizerAdapter, state: LiveState) -> None:
         saved, by_user = self._trees.optimizer_tree, optimizer.passes_user_code
-        if saved and not isinstance(optimizer, DictOptimizer):
+        if saved and not optimizer.is_filled:
             saved = _as_live(saved, state.tree)
         if saved:
             self._compare_entries(optimizer, state, saved, by_user)
@@ -122,7 +124,7 @@ class Proof(Comparison):
     def _compare_entries(
         self, optimizer: OptimizerAdapter, state: LiveState, tree: dict[str, Any], by_user: bool
     ) -> None:
-        names, is_dict = self._trees.names_by_index, isinstance(optimizer, DictOptimizer)
+        names, is_dict = self._trees.names_by_index, optimizer.is_filled
         aliases = (lambda name: [name]) if self._trees.model is None else self._trees.model.aliases
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, aliases)
         read = set[str]()

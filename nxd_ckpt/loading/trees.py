@@ -14,7 +14,6 @@ from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTER
 from nxd_ckpt.formats.strides import dense, stride_of, with_stride
 from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.live.model import ModelAdapter
-from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import Keeps, OptimizerAdapter, keeps_nothing
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.rank_state import RankState
@@ -56,7 +55,7 @@ class LoadTrees:
     @property
     def continues_optimizer(self) -> bool:
         """True if a live optimizer continues from the saved state; a dict is only filled."""
-        return bool(self.optimizer_tree) and not isinstance(self.optimizer, DictOptimizer)
+        return bool(self.optimizer_tree) and self.optimizer is not None and not self.optimizer.is_filled
 
     def refuse_stale_shards(self) -> None:
         """Raise OptimizerMismatch if the optimizer would copy weights that the model's load does not provide."""
