@@ -142,7 +142,9 @@ class _Judge:
     """The rules, or with None that pinned tags only stay, and the damage of tags; each save is read once."""
 
     def __init__(self, storage: Storage, rules: Sequence[Rule] | None, chosen: PruneOptions) -> None:
-        self._storage, self._rules, self._progress = storage, rules, chosen.progress
+        self._storage = storage
+        self._rules = rules
+        self._progress = chosen.progress
         self._read = dict[str, tuple[str | None, Reading]]()
         self._reads_all = chosen.verify is True
         self._damage_of = self._changed if chosen.verify else lost_files

@@ -16,7 +16,10 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 2, 4, 6, 6
+        self.maxlevel = 2
+        self.maxdict = 4
+        self.maxlist = 6
+        self.maxtuple = 6
         self.maxstring = self.maxother = 60
 
     def repr_Tensor(self, tensor: torch.Tensor, _: int) -> str:

@@ -54,7 +54,9 @@ class FilePassthrough:
     """
 
     def __init__(self, job: Job, opened: OpenTag, storage: Storage) -> None:
-        self._job, self._opened, self._storage = job, opened, storage
+        self._job = job
+        self._opened = opened
+        self._storage = storage
 
     def pass_files(self, topology: Topology, folder: str, progress: Progress) -> PassedFiles:
         """Link or copy the unchanged files of the rank of ``topology``, durably, below ``folder``.

@@ -156,7 +156,9 @@ class RankWriter:
     """
 
     def __init__(self, job: Job, written: Any, stop: Any) -> None:
-        self._job, self._written, self._stop = job, written, stop
+        self._job = job
+        self._written = written
+        self._stop = stop
 
     @cached_property
     def _storage(self) -> Storage:
@@ -249,7 +251,9 @@ class WorkerPool:
 
     def __init__(self, job: Job, num_workers: int, sign: Callable[[], None]) -> None:
         context = multiprocessing.get_context("spawn")
-        self._num_workers, self._topology, self._sign = num_workers, job.topology, sign
+        self._num_workers = num_workers
+        self._topology = job.topology
+        self._sign = sign
         self._written, self._stop = context.Value("q", 0), context.Event()
         self._own = RankWriter(job, self._written, self._stop)
         self._executor: Executor

@@ -75,7 +75,9 @@ class _TensorComparison:
     """
 
     def __init__(self, a: WholeTag, b: WholeTag, is_selected: Callable[[str], bool], full: bool) -> None:
-        self._a, self._b, self._full = a, b, full
+        self._a = a
+        self._b = b
+        self._full = full
         self.names = [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if is_selected(name)]
         self.same_digests, self.done = 0, Counter()
         self._by_name = {name: _Pair() for name in self.names if name in a.tensors and name in b.tensors}

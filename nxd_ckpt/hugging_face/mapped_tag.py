@@ -180,7 +180,9 @@ class MappedTag:
         master_weights: bool = False,
         param_names: Sequence[Sequence[Sequence[str]]] | None = None,
     ) -> None:
-        self._opened, self._mapping, self.sizes = opened, mapping, sizes
+        self._opened = opened
+        self._mapping = mapping
+        self.sizes = sizes
         self._prefers_masters = master_weights
         may_be_gathered = opened.manifest is None and opened.topology.tp > 1 and opened.parts.model
         gathered = mapping.whole_lengths(opened.model_names(), sizes) if may_be_gathered else {}

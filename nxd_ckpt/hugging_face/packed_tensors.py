@@ -56,7 +56,9 @@ class UnpackedTensors:
     def __init__(
         self, directory: HuggingFaceTensors, mapping: ModelMapping, sizes: Sizes, renaming: Renaming | None = None
     ) -> None:
-        self._directory, self._mapping, self._sizes = directory, mapping, sizes
+        self._directory = directory
+        self._mapping = mapping
+        self._sizes = sizes
         self._sliced: dict[str, Mapping[str, PartSlice]] = {}
         self._renaming = renaming or Renaming()
         self._renaming.validate()

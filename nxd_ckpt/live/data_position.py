@@ -48,7 +48,9 @@ class DataStreams:
             raise InvalidArgument(f"dp_rank must be one of the {dp} ranks that dp= says, found {dp_rank}")
         if count < dp:
             raise InvalidArgument(f"{count} streams are too few for dp={dp}: each rank reads at least one")
-        self.count, self.dp, self.dp_rank = count, dp, dp_rank
+        self.count = count
+        self.dp = dp
+        self.dp_rank = dp_rank
         self._streams = {number: stream(number) for number in range(dp_rank, count, dp)}
         self._turns = dict.fromkeys(self._streams, 0)
         self._ended: set[int] = set()
@@ -130,7 +132,11 @@ class ElasticSampler(Sampler[int]):
             raise InvalidArgument(f"length must be at least 1, found {length}")
         if not 0 <= dp_rank < dp:
             raise InvalidArgument(f"dp_rank must be one of the {dp} ranks that dp= says, found {dp_rank}")
-        self.length, self.dp, self.dp_rank, self.shuffle, self.seed = length, dp, dp_rank, shuffle, seed
+        self.length = length
+        self.dp = dp
+        self.dp_rank = dp_rank
+        self.shuffle = shuffle
+        self.seed = seed
         self._consumed = 0
         self._reader: object | None = None
 

@@ -149,7 +149,9 @@ class PlainOptimizer(OptimizerAdapter):
         self.kind = "zero1" if sharded else "plain"
         self.parameter_names = if_known(names)
         self._model = model
-        self._optimizer, self._names, self._tp = optimizer, names, tp
+        self._optimizer = optimizer
+        self._names = names
+        self._tp = tp
         self.stepping = optimizer
         self._params = params
 

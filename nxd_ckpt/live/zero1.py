@@ -67,7 +67,9 @@ class Zero1Optimizer(OptimizerAdapter):
             )
         self._place = _place_in_group(optimizer, topology, expert)
         self.parameter_names = if_known(names)
-        self._optimizer, self._names, self._tp = optimizer, names, topology.tp
+        self._optimizer = optimizer
+        self._names = names
+        self._tp = topology.tp
         self.stepping = optimizer.base_optimizer
 
     @cached_property

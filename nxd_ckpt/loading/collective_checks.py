@@ -43,7 +43,9 @@ class Unmatched:
         self, filtered: Filter, live: Collection[str] | None, saved: Collection[str], names: Collection[str]
     ) -> None:
         mapping, prefix = filtered.renaming.key_mapping, filtered.renaming.prefix
-        self._live, self._saved, self._names = live, saved, names
+        self._live = live
+        self._saved = saved
+        self._names = names
         self._prefix, self._choice = prefix, filtered.choice
         goes_by_prefix = bool(prefix) and (live is None or any(name not in mapping for name in live))
         self.parts = {

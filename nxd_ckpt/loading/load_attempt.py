@@ -260,7 +260,9 @@ class LoadAttempt:
             options = self.filtered.renamed(options)
         if live is not None and opened.parts.model and opened.topology.sizes == topology.sizes:
             opened.own = topology.rank, set(map(self.filtered.renaming.saved, live.names()))
-        self._opened, self._cache, self._request = opened, cache, replace(request, options=options)
+        self._opened = opened
+        self._cache = cache
+        self._request = replace(request, options=options)
         if not self.filtered:
             self._demand()
         self._context = load_context(opened, topology, live, request.optimizer, options, self.filtered)
@@ -337,8 +339,12 @@ class PreparedLoad:
         self, context: LoadContext, request: LoadRequest, cache: CachedStorage | None, trees: LoadTrees
     ) -> None:
         opened, filtered = context.opened, context.filter
-        self._context, self._opened, self._filtered = context, opened, filtered
-        self._request, self._cache, self._trees = request, cache, trees
+        self._context = context
+        self._opened = opened
+        self._filtered = filtered
+        self._request = request
+        self._cache = cache
+        self._trees = trees
         self._options = options = request.options
         self._witness = Witness()
         self._before = {*trees.state_before()}

@@ -32,7 +32,10 @@ class Provenance:
     def __init__(
         self, opened: OpenTag, topology: Topology, reader: LeafReader, aliases: Callable[[str], Collection[str]]
     ) -> None:
-        self._opened, self._topology, self._reader, self._aliases = opened, topology, reader, aliases
+        self._opened = opened
+        self._topology = topology
+        self._reader = reader
+        self._aliases = aliases
         self._in_place: dict[tuple[Any, ...], tuple[bool, StateTensor]] = {}
         self._parameters = {} if opened.manifest is None else opened.manifest.parameters
 

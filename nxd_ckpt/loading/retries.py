@@ -51,7 +51,9 @@ class LoadRetries:
     """
 
     def __init__(self, storages: Sequence[Storage], request: LoadRequest, unnamed: bool) -> None:
-        self._storages, self._agreement, self._options = storages, request.agreement, request.options
+        self._storages = storages
+        self._agreement = request.agreement
+        self._options = request.options
         self._falls_back = unnamed and self._options.fallback
         self._may_fall_back = unnamed and not self._falls_back
         self._with_optimizer = request.optimizer is not None and not self._options.loads_weights_only

@@ -37,7 +37,9 @@ class HostCopies:
     """
 
     def __init__(self, source: HostsStorage, tag: str, files: Sequence[TagFile], tier: int, own: int) -> None:
-        self._source, self._tag, self._tier = source, tag, tier
+        self._source = source
+        self._tag = tag
+        self._tier = tier
         holders = source.holders([f"{tag}/{file.name}" for file in files])
         self._copier = assign_hosts(files, {file.name: holders[f"{tag}/{file.name}"] for file in files})
         self._left_out = {source.hosts.here}
@@ -215,7 +217,9 @@ class FileCopy:
         confirm: Callable[[], bool] = lambda: True,
     ) -> None:
         self._hosts, self._own_turn = hosts, nullcontext() if hosts is None else hosts.own_turn
-        self._opened, self._target, self._folder = opened, target, folder
+        self._opened = opened
+        self._target = target
+        self._folder = folder
         self._hard_links, self._progress = means.hard_links and opened.manifest is not None, means.pace.moved
         self._readers, self._confirm = means.readers, confirm
         self._present: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))

@@ -65,7 +65,9 @@ class Output:
     def __init__(
         self, place: Location, *, overwrite: bool, durable: bool, kind: OutputKind | None = HUGGING_FACE
     ) -> None:
-        self.place, self.storage, self._kind = place, place.open(durable), kind
+        self.place = place
+        self.storage = place.open(durable)
+        self._kind = kind
         self._overwrite, self._made = overwrite, list[str]()
         self._lease: OutputLease | None = None
         settle(place, self.storage)

@@ -43,7 +43,9 @@ class DcpState:
     """The flat state dict of ``tag``. Reads trees, no tensor of model or optimizer."""
 
     def __init__(self, tag: WholeTag, names: DcpNames) -> None:
-        self.opened, self._tag, self._names = tag.opened, tag, names
+        self.opened = tag.opened
+        self._tag = tag
+        self._names = names
 
     @cached_property
     def tensors(self) -> dict[str, DcpTensor]:

@@ -45,7 +45,9 @@ class ReshardedOptimizer:
     """The optimizer of a tag; ``model`` is the model of the same tag. Reads trees only, each once."""
 
     def __init__(self, context: ReshardContext, names: OptimizerNames, model: ReshardedModel) -> None:
-        self._context, self._names, self._model = context, names, model
+        self._context = context
+        self._names = names
+        self._model = model
         self._saved: dict[Coordinates, SavedOptimizer] = {}
         self._compared: set[str] = set()
 

@@ -143,7 +143,9 @@ class TargetRank:
     """One rank of the target: the model of its stage, and the saved param groups, restricted to that stage."""
 
     def __init__(self, opened: OpenTag, target: Target) -> None:
-        self._target, self._topology, self._parts = target, target.topology, opened.parts
+        self._target = target
+        self._topology = target.topology
+        self._parts = opened.parts
         self._state = recorded_state(
             opened, target.topology, partitions=target.partitions, saved_names=target.saved_names
         )

@@ -100,9 +100,13 @@ class WholeTag:
         saved_param_names: SavedNames | None = None,
     ) -> None:
         partitions = partitions_of_tag(opened, partitions)
-        self.opened, self._partitions, self._saved_names = opened, partitions, saved_param_names
+        self.opened = opened
+        self._partitions = partitions
+        self._saved_names = saved_param_names
         self._state = recorded_state(opened, live or Topology(), partitions=partitions, saved_names=saved_param_names)
-        self._context, self._model, self._optimizer = self._state.context, self._state.model, self._state.optimizer
+        self._context = self._state.context
+        self._model = self._state.model
+        self._optimizer = self._state.optimizer
 
     def seen_from(self, live: Topology) -> WholeTag:
         """Return this tag as another rank would hold it."""

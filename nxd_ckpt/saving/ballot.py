@@ -63,7 +63,9 @@ class Ballot:
 
     def __init__(self, files: AttemptFiles) -> None:
         self._files, self._publication = files, files.publication
-        self._attempt, self._session, self._tag = files.attempt, files.attempt.session, files.attempt.tag
+        self._attempt = files.attempt
+        self._session = files.attempt.session
+        self._tag = files.attempt.tag
         self._number = files.publication.attempt
         self._rank = self._session.topology.rank
         self._votes = AttemptVotes(self._session.storage, self._number, self._session.news)

@@ -95,7 +95,9 @@ class SaveProgress:
         self.nbytes = 0
         self.reported = self.tolerated = False
         self.pid = os.getpid()
-        self.staged, self.voted, self.awaited = effects.Event(), effects.Event(), effects.Event()
+        self.staged = effects.Event()
+        self.voted = effects.Event()
+        self.awaited = effects.Event()
         self.error: BaseException | None = None
         self.future = PendingSave(self)
 

@@ -49,7 +49,9 @@ class Pipeline:
 
     def __init__(self, topology: Topology, memory_cap: int | None, *, shows: bool) -> None:
         """Stage at most ``memory_cap`` bytes at once; if it ``shows``, with a bar while that takes long."""
-        self._topology, self._memory_cap, self._shows = topology, memory_cap, shows
+        self._topology = topology
+        self._memory_cap = memory_cap
+        self._shows = shows
         self._planner = Planner(topology)
         self._worker: Worker | None = None
         self._helpers: Helpers | None = None

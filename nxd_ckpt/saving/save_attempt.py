@@ -84,7 +84,10 @@ class SaveAttempt:
     """
 
     def __init__(self, session: Session, request: SaveRequest, error: BaseException | None, threads: Executor) -> None:
-        self.session, self.request, self.error, self.threads = session, request, error, threads
+        self.session = session
+        self.request = request
+        self.error = error
+        self.threads = threads
         self.tag, self.plan = request.tag, request.plan
         self.timings: dict[str, float] = {}
         self.files: Future[AttemptFiles] = Future()
@@ -145,7 +148,9 @@ class _Opening:
     """The first phase; the session's counter is the attempt's number."""
 
     def __init__(self, attempt: SaveAttempt) -> None:
-        self._attempt, self._session, self._tag = attempt, attempt.session, attempt.tag
+        self._attempt = attempt
+        self._session = attempt.session
+        self._tag = attempt.tag
         self._patience = attempt.session.timeout
         self._is_left_out = False
 
@@ -286,7 +291,9 @@ class AttemptFiles:
         is_elsewhere: bool,
         is_left_out: bool,
     ) -> None:
-        self.attempt, self.publication, self.patience = attempt, publication, patience
+        self.attempt = attempt
+        self.publication = publication
+        self.patience = patience
         self._is_elsewhere = is_elsewhere
         """True if nothing may be written, not even a vote: the path leads to another directory."""
         self._is_left_out = is_left_out

@@ -71,7 +71,9 @@ class WholeWriter:
     """A writer of a small file, which is kept until it is closed."""
 
     def __init__(self, storage: FsspecStorage, key: str, nbytes: int) -> None:
-        self._storage, self._key, self._data = storage, key, bytearray(nbytes)
+        self._storage = storage
+        self._key = key
+        self._data = bytearray(nbytes)
         self._written = 0
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
@@ -97,7 +99,9 @@ class StreamWriter:
     """A writer of a large file: data in order is sent at once, early data waits in an unnamed temporary file."""
 
     def __init__(self, storage: FsspecStorage, key: str, nbytes: int) -> None:
-        self._storage, self._key, self._nbytes = storage, key, nbytes
+        self._storage = storage
+        self._key = key
+        self._nbytes = nbytes
         self._position = 0
         self._early: dict[int, int] = {}
         self._waiting: IO[bytes] | None = None
@@ -243,7 +247,10 @@ class FsspecStorage(Storage):
     read_nbytes = CRC_BLOCK
 
     def __init__(self, fs: Any, root: str, url: str, throttle: Throttle) -> None:
-        self.fs, self.root, self.url, self.throttle = fs, root.rstrip("/"), url.rstrip("/"), throttle
+        self.fs = fs
+        self.root = root.rstrip("/")
+        self.url = url.rstrip("/")
+        self.throttle = throttle
         put = getattr(fs, "_pipe_file", fs.pipe_file)
         self._creates = "mode" in inspect.signature(put).parameters
         self._in_memory = type(fs).__name__ == "MemoryFileSystem"

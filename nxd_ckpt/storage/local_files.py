@@ -205,7 +205,9 @@ class LocalWriter:
     """
 
     def __init__(self, path: str, nbytes: int, durable: bool) -> None:
-        self._path, self._nbytes, self._durable = path, nbytes, durable
+        self._path = path
+        self._nbytes = nbytes
+        self._durable = durable
         self._fd = os.open(path, NEW_FILE, 0o666)
         self._direct = -1
         if durable and nbytes >= _DIRECT_FROM:

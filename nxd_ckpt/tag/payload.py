@@ -151,7 +151,9 @@ class PayloadFile:
     """
 
     def __init__(self, files: TagFiles, file: str, payload: Payload) -> None:
-        self.files, self.where, self._first = files, files.where(file), payload
+        self.files = files
+        self.where = files.where(file)
+        self._first = payload
 
     @property
     def taken(self) -> str:

@@ -44,7 +44,9 @@ class ReadPool(Closing):
     """
 
     def __init__(self, threads: int, alone: int = 0) -> None:
-        self._others, self._alone, self._nbytes = threads - 1, alone, 0
+        self._others = threads - 1
+        self._alone = alone
+        self._nbytes = 0
         self._threads: list[effects.Thread] = []
         self._changed = effects.Condition()
         self._queue: deque[tuple[int, Task]] = deque()
@@ -316,7 +318,9 @@ class RangeReader(Closing):
     def _flush(self) -> None:
         if self._ranges:
             self._pool.submit(partial(self._read, self._file, self._ranges), self._nbytes)
-            self._ranges, self._nbytes, self._scratch_nbytes = [], 0, 0
+            self._ranges = []
+            self._nbytes = 0
+            self._scratch_nbytes = 0
 
     def _read(self, file: str, ranges: Sequence[Range], scratch: memoryview) -> None:
         """Read the ranges, as many at once as the storage prefers, and compare their digests.

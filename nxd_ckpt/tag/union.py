@@ -160,7 +160,9 @@ class _Search:
     """Search for the nearest place with each file of a save; its result are the ``substitutes``."""
 
     def __init__(self, places: Sequence[Storage], tag: str, manifest: Manifest) -> None:
-        self._places, self._tag, self._manifest = places, tag, manifest
+        self._places = places
+        self._tag = tag
+        self._manifest = manifest
         self.substitutes: dict[str, Substitute] = {}
 
     def files(self, rank: int, check: Check) -> Iterator[tuple[str, FileEntry]]:

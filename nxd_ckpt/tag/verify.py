@@ -448,7 +448,9 @@ class _Records:
     def __init__(self, tag_files: TagFiles) -> None:
         self.tag_files, self._storage = tag_files, tag_files.storage
         self._inside = DigestsInside(tag_files)
-        self.nbytes, self.verified, self.undigested = 0, 0, 0
+        self.nbytes = 0
+        self.verified = 0
+        self.undigested = 0
         self.done = Counter()
         self.problems: list[str] = []
 

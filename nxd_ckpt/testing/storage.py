@@ -52,7 +52,9 @@ class MemoryStorage(Storage):
 
     def __init__(self, name: str | None = None, renames: bool = False) -> None:
         self.name = name if name is not None else uuid.uuid4().hex[:12]
-        self.url, self.renames, self.concurrency = f"memory://{self.name}", renames, 2
+        self.url = f"memory://{self.name}"
+        self.renames = renames
+        self.concurrency = 2
         self.read_nbytes = 3 * CRC_BLOCK
         self._store = _stores.setdefault(self.name, _Store())
 
@@ -234,7 +236,9 @@ class _MemoryWriter:
 
     def __init__(self, storage: MemoryStorage, key: str, nbytes: int) -> None:
         self.key = key
-        self._storage, self._data, self._written = storage, bytearray(nbytes), 0
+        self._storage = storage
+        self._data = bytearray(nbytes)
+        self._written = 0
         self._pending: list[tuple[int, memoryview]] = []
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
@@ -325,7 +329,9 @@ class HookedStorage(StorageWrapper):
 
 class _HookedReader:
     def __init__(self, inner: Reader, key: str, hook: Hook) -> None:
-        self._inner, self._key, self._hook = inner, key, hook
+        self._inner = inner
+        self._key = key
+        self._hook = hook
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self._hook(Operation("read_ranges", self._key, sum(len(buffer) for _, buffer in ranges)))
@@ -337,7 +343,9 @@ class _HookedReader:
 
 class _HookedWriter:
     def __init__(self, inner: Writer, key: str, hook: Hook) -> None:
-        self._inner, self._key, self._hook = inner, key, hook
+        self._inner = inner
+        self._key = key
+        self._hook = hook
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         self._hook(Operation("write_at", self._key, len(data)))

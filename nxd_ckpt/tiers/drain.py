@@ -60,8 +60,12 @@ class Drain:
     """The copier of tags from ``source``, the first tier, to one other tier, whose lease it has."""
 
     def __init__(self, tier: Tier, number: int, source: Storage, target: Storage, timeout: float) -> None:
-        self.tier, self._number, self.newest = tier, number, 0.0
-        self._source, self._target, self._timeout = source, target, timeout
+        self.tier = tier
+        self._number = number
+        self.newest = 0.0
+        self._source = source
+        self._target = target
+        self._timeout = timeout
         self._changed, self._stopping = effects.Condition(), effects.Event()
         self._waiting: PendingCopy | None = None
         self._running: PendingCopy | None = None

@@ -148,7 +148,9 @@ class Replenishing:
 
     def __init__(self, source: HostsStorage) -> None:
         self._source = source
-        self._changed, self._stopping, self._is_running = effects.Condition(), effects.Event(), False
+        self._changed = effects.Condition()
+        self._stopping = effects.Event()
+        self._is_running = False
         self._worker = Worker("nxd_ckpt-replicas")
 
     def start(self) -> None:

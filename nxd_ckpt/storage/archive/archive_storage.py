@@ -208,7 +208,9 @@ class _Headers(io.RawIOBase):
     """The archive as tarfile reads it: headers, a window at a time."""
 
     def __init__(self, reader: Reader, size: int) -> None:
-        self.reader, self.size, self._at = reader, size, 0
+        self.reader = reader
+        self.size = size
+        self._at = 0
         self._begin, self._window = 0, b""
 
     def readable(self) -> bool:

@@ -210,7 +210,9 @@ class UnpackedFile:
     renames = True
 
     def __init__(self, inner: Storage, key: str, compressed: str) -> None:
-        self._inner, self._key, self._compressed = inner, key, compressed
+        self._inner = inner
+        self._key = key
+        self._compressed = compressed
         self.url = f"{inner.url.rstrip('/')}/{key}"
         self.concurrency, self.read_nbytes = LocalStorage(".").concurrency, LocalStorage.read_nbytes
 

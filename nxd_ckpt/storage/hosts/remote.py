@@ -49,7 +49,9 @@ class RemoteDirectory:
         self._where = f"host {host} ({name})"
         self.received = 0
         """Bytes of files that the host sent so far."""
-        self._address, self._secret, self._timeout = address, secret, timeout
+        self._address = address
+        self._secret = secret
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._idle: list[Channel] = []
         self._channels: WeakSet[Channel] = WeakSet()
@@ -244,7 +246,9 @@ class RemoteReader:
     """A reader of another host's file in its version at the time of opening."""
 
     def __init__(self, directory: RemoteDirectory, key: str, version: Version) -> None:
-        self._directory, self._key, self._version = directory, key, version
+        self._directory = directory
+        self._key = key
+        self._version = version
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         batch, nbytes = list[tuple[int, memoryview]](), 0
@@ -268,7 +272,9 @@ class RemoteWriter:
     """A writer of a file on another host, with a connection of its own."""
 
     def __init__(self, directory: RemoteDirectory, key: str, channel: Channel) -> None:
-        self._directory, self._key, self._channel = directory, key, channel
+        self._directory = directory
+        self._key = key
+        self._channel = channel
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")

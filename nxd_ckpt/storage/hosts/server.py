@@ -85,7 +85,10 @@ class HostServer:
         timeout: float,
         copy_out: CopyOut,
     ) -> None:
-        self._directory, self._host, self._secret, self._timeout = directory, host, secret, timeout
+        self._directory = directory
+        self._host = host
+        self._secret = secret
+        self._timeout = timeout
         self._copy_out = copy_out
         self._listeners = listen(addresses)
         self._unproved: dict[socket.socket, None] = {}
@@ -181,7 +184,9 @@ class _Conversation:
     """The requests of one connection, one after the other."""
 
     def __init__(self, directory: OwnDirectory, channel: Channel, copy_out: CopyOut) -> None:
-        self._directory, self._channel, self._copy_out = directory, channel, copy_out
+        self._directory = directory
+        self._channel = channel
+        self._copy_out = copy_out
         self._root = os.path.realpath(directory.path(""))
         self._writer: Writer | None = None
         self._copied: Generator[int, None, None] = (number for number in range(0))

@@ -199,7 +199,9 @@ class Bucket:
     """The objects of one bucket below ``prefix``. Safe for threads, pickling and forks."""
 
     def __init__(self, name: str, prefix: str, options: S3Options) -> None:
-        self.name, self.prefix, self.options = name, prefix, options
+        self.name = name
+        self.prefix = prefix
+        self.options = options
         self.url = f"s3://{name}/{prefix}".rstrip("/")
         self._client: Any = None
         self._pid = 0

@@ -193,7 +193,9 @@ class S3Writer:
     """A writer of one new object of ``nbytes`` bytes. Its key must still be free when it is closed."""
 
     def __init__(self, bucket: Bucket, key: str, nbytes: int) -> None:
-        self._bucket, self._key, self._nbytes = bucket, key, nbytes
+        self._bucket = bucket
+        self._key = key
+        self._nbytes = nbytes
         self._part_nbytes = part_nbytes(nbytes)
         self._token = uuid.uuid4().hex
         self._upload_id: str | None = None
