@@ -12,13 +12,12 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain
 from nxd_ckpt.core.tag_templates import TagValues
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.torchtitan_names import Release
 from nxd_ckpt.live.ignoring import IgnoreKeys
 from nxd_ckpt.loading.options import Verify
 from nxd_ckpt.options.checkpointer_options import Notice, OnFailure
 from nxd_ckpt.options.conversion import Form, NamesOf, OptimizerForm, Strategy, StrategyName
 from nxd_ckpt.options.execution import Names, SavedNames
-from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
+from nxd_ckpt.options.hugging_face import Dtype, MappingSpec, Release
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 Size = int | str

@@ -18,7 +18,6 @@ from nxd_ckpt.conversion.job import Converted, ConvertedTensor
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
-from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -36,6 +35,8 @@ from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.hugging_face.mapping import ModelMapping
+from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, text_config
 from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
@@ -62,7 +63,6 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOC
 from nxd_ckpt.tag.foreign.presharded import file_name
 from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.foreign.weight_files import INDEX
-from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, text_config
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 

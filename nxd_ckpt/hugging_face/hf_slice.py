@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.heads import HeadRun
-from nxd_ckpt.core.mapping import Match, Rule, RuleMember
 from nxd_ckpt.core.partition import Partition, Piece, Section
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
+from nxd_ckpt.hugging_face.mapping import Match, Rule, RuleMember
+from nxd_ckpt.hugging_face.sizes import Sizes
 
 
 @dataclass(frozen=True)

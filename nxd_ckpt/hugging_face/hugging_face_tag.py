@@ -13,17 +13,17 @@ from typing import Any
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import KeyMismatch, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, restore_types
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, TensorStub, cast_dtype
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
+from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
+from nxd_ckpt.hugging_face.sizes import Sizes
+from nxd_ckpt.hugging_face.torchtitan_names import TorchTitanNames
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
 

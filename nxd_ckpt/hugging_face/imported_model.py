@@ -12,17 +12,17 @@ from itertools import groupby
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.mapping import Match, ModelMapping, Rule
 from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
 from nxd_ckpt.core.renaming import Renaming
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
+from nxd_ckpt.hugging_face.mapping import Match, ModelMapping, Rule
 from nxd_ckpt.hugging_face.packed_tensors import HuggingFaceTensors, UnpackedTensors
+from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization

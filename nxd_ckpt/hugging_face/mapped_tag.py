@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.mapping import Match, ModelMapping
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.reads import CutIndex
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     IncompatibleState,
@@ -32,7 +30,9 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, is_tensor
 from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
+from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state

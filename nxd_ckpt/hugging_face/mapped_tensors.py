@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.hugging_face.hf_slice import HfSlice
+from nxd_ckpt.hugging_face.mapping import Match
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nxd_ckpt.core.mapping import ModelMapping, Rule, RuleMember
 from nxd_ckpt.core.pattern import Pattern
+from nxd_ckpt.hugging_face.mapping import ModelMapping, Rule, RuleMember
 
 _OF_MAPPINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures whose head the mappings have."""

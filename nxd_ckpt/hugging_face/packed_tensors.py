@@ -1,4 +1,4 @@
-"""Hugging Face tensors by the names in a mapping's rules; packed ones (`nxd_ckpt.core.packing`) in parts, and packed.
+"""Hugging Face tensors by the names in a mapping's rules; packed ones (see `packing`) in parts, and packed.
 
 Reads headers only.
 """
@@ -11,18 +11,18 @@ from functools import cached_property
 from typing import Protocol
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.mapping import Match, ModelMapping
-from nxd_ckpt.core.packing import Packed, PartSlice
 from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, ShapeMismatch, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, Fragment, ReshapedAssembly, TensorStub, itemsize
 from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
+from nxd_ckpt.hugging_face.packing import Packed, PartSlice
+from nxd_ckpt.hugging_face.sizes import Sizes
 
 _TEXT_MODELS = (
     ({"language_model.model.": "model.", "language_model.lm_head.": "lm_head."}, "language_model.model."),

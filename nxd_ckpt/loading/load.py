@@ -28,6 +28,7 @@ from nxd_ckpt.errors import (
     TagReplaced,
 )
 from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.loading.collective_checks import filter_summary
 from nxd_ckpt.loading.load_attempt import LoadAttempt, PreparedLoad, open_cache
@@ -38,7 +39,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
 from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path
 from nxd_ckpt.tag.identity import of_latest
-from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import TagCopy, TagSource, choose_nearest
 

@@ -15,7 +15,6 @@ import torch
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.findings import Finding
-from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.parameter_names import names_without_wrappers, plain_names
 from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
@@ -23,6 +22,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.mapping import Match
 from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
@@ -23,6 +22,8 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, torch_dtype
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
+from nxd_ckpt.hugging_face.mapping import Match
+from nxd_ckpt.hugging_face.mappings import find_mapping, is_known, own_names, text_config
 from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.live.model import ModelAdapter
@@ -30,7 +31,6 @@ from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of
-from nxd_ckpt.tag.mappings import find_mapping, is_known, own_names, text_config
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
 

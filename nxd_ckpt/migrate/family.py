@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nxd_ckpt.core.mapping import ModelMapping
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
-from nxd_ckpt.tag.mappings import shipped_mappings
+from nxd_ckpt.hugging_face.mapping import ModelMapping
+from nxd_ckpt.hugging_face.mappings import shipped_mappings
 from nxd_ckpt.tag.opened import OpenTag
 
 

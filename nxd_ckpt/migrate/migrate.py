@@ -15,13 +15,14 @@ from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.conversion.unshard import to_files
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.heads import HARDWARE
-from nxd_ckpt.core.mapping import ModelMapping
-from nxd_ckpt.core.sizes import Sizes
-from nxd_ckpt.core.torchtitan_names import TorchTitanNames
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
+from nxd_ckpt.hugging_face.mapping import ModelMapping
+from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, text_config
+from nxd_ckpt.hugging_face.sizes import Sizes
+from nxd_ckpt.hugging_face.torchtitan_names import TorchTitanNames
 from nxd_ckpt.loading.load_attempt import RenamedTag
 from nxd_ckpt.migrate.family import completed, refuse_other_model
 from nxd_ckpt.migrate.source import find_origin
@@ -34,7 +35,6 @@ from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
 from nxd_ckpt.tag.foreign.recognise import Program
-from nxd_ckpt.tag.mappings import INFERENCE, find_mapping, inference_sizes, text_config
 
 
 class Translation:

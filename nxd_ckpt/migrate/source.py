@@ -13,6 +13,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
+from nxd_ckpt.hugging_face.mappings import INFERENCE, NEMO, own_names
 from nxd_ckpt.loading.load_attempt import unwrapped
 from nxd_ckpt.migrate.optimum_metadata import (
     SHARDED_METADATA,
@@ -33,7 +34,6 @@ from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
-from nxd_ckpt.tag.mappings import INFERENCE, NEMO, own_names
 from nxd_ckpt.tag.opened import OpenTag
 
 _OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")

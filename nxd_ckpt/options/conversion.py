@@ -13,11 +13,10 @@ from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.torchtitan_names import Release
 from nxd_ckpt.core.units import AnySize, ShardSize
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import ExecutionOptions, Names, OutputOptions, SavedNames
-from nxd_ckpt.options.hugging_face import Dtype, MappingSpec
+from nxd_ckpt.options.hugging_face import Dtype, MappingSpec, Release
 from nxd_ckpt.storage.urls import StrPath
 
 Form = Literal["tag", "hf", "dcp", "torchtitan", "files", "tar"]

@@ -13,3 +13,6 @@ MappingSpec = str | os.PathLike[str] | Annotated[Mapping[str, Any], Kind("a dict
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+Release = Literal["0.3", "0.2.2"]
+"""The releases of TorchTitan whose names are known."""

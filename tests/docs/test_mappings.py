@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from nxd_ckpt.core.sizes import CONFIG_KEYS
-from nxd_ckpt.tag.mappings import find_mapping
+from nxd_ckpt.hugging_face.mappings import find_mapping
+from nxd_ckpt.hugging_face.sizes import CONFIG_KEYS
 from tests.docs.markdown import DOCS, code_blocks, headings, tables, unquoted
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -30,6 +30,7 @@ from nxd_ckpt.formats.tensors import StorageSpan
 from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import unpickle
+from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.integrations.trainer_tags import TrainerTag
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive.archive_storage import find_members
@@ -39,7 +40,6 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, HuggingFaceDirec
 from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.tag.foreign.weight_files import INDEX
-from nxd_ckpt.tag.mappings import find_mapping
 from nxd_ckpt.tag.seal import DIGESTS
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology, convert, load_checkpoint
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import (
     CheckpointError,
     InvalidArgument,
@@ -24,12 +23,13 @@ from nxd_ckpt.errors import (
     UnsafePickle,
     UnsupportedState,
 )
+from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
+from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.by_path import find_by_path
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.weight_files import INDEX
-from nxd_ckpt.tag.mappings import find_mapping
 from tests.formats.assemblies import read_leaf
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, write_config, write_model

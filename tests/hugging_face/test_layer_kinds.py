@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.core.mapping import load_mapping
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
-from nxd_ckpt.tag.mappings import find_mapping, shipped_mappings
+from nxd_ckpt.hugging_face.mapping import load_mapping
+from nxd_ckpt.hugging_face.mappings import find_mapping, shipped_mappings
+from nxd_ckpt.hugging_face.sizes import Sizes
 from tests.hugging_face.families import CASES, FAMILIES, SIZES, random_model
 from tests.hugging_face.saved import differences
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.heads import Heads
-from nxd_ckpt.core.mapping import Match, ModelMapping
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch, TopologyMismatch
 from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices, partition_of, whole_shape
-from nxd_ckpt.tag.mappings import shipped_mappings
+from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
+from nxd_ckpt.hugging_face.mappings import shipped_mappings
+from nxd_ckpt.hugging_face.sizes import Sizes
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.core.mapping import load_mapping
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.hugging_face.hf_slice import hf_slices
-from nxd_ckpt.tag.mappings import find_mapping
+from nxd_ckpt.hugging_face.mapping import load_mapping
+from nxd_ckpt.hugging_face.mappings import find_mapping
+from nxd_ckpt.hugging_face.sizes import Sizes
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -86,7 +86,7 @@ def test_yaml_that_is_deep_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "limit"), [("mine.yaml", "MAPPING_YAML"), ("mine.json", "MAPPING")])
 def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: str) -> None:
     """YAML a smaller one than JSON."""
-    monkeypatch.setattr(f"nxd_ckpt.tag.mappings.{limit}", 10)
+    monkeypatch.setattr(f"nxd_ckpt.hugging_face.mappings.{limit}", 10)
     (tmp_path / name).write_text(json.dumps(document()))
     with pytest.raises(InvalidArgument, match=r"^mapping \S+mine\.\w+ has \d+ bytes: at most 10 are allowed "):
         find_mapping(tmp_path / name, {})

@@ -11,7 +11,7 @@ import torch
 
 from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState
-from nxd_ckpt.tag.mappings import shipped_mappings
+from nxd_ckpt.hugging_face.mappings import shipped_mappings
 from tests.docs.markdown import DOCS, tables
 from tests.hugging_face.families import CASES, FAMILIES, OF_TORCHTITAN, random_model
 from tests.hugging_face.reference import State

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint
 from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
+from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.mappings import find_mapping
 from tests.formats.helpers import torch_file
 from tests.tag.layouts import open_tag
 

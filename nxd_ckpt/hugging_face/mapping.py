@@ -20,11 +20,11 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import HARDWARE, Hardware
-from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
-from nxd_ckpt.core.sizes import CONFIG_KEYS, LayerKind, ModelOption, Sizes, checked_count
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch
+from nxd_ckpt.hugging_face.packing import Packed
+from nxd_ckpt.hugging_face.sizes import CONFIG_KEYS, LayerKind, ModelOption, Sizes, checked_count
 
 Shape = tuple[str | None, ...]
 """The lengths of a tensor's dimensions, as `Sizes.length` reads them; None for one that config.json does not decide."""

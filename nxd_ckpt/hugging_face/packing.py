@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nxd_ckpt.core.pattern import Numbers, Pattern
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.errors import ShapeMismatch
+from nxd_ckpt.hugging_face.sizes import Sizes
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from nxd_ckpt.core.packing import Packed
 from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.errors import UnsupportedState
+from nxd_ckpt.hugging_face.packing import Packed
+from nxd_ckpt.options.hugging_face import Release
 
 _COMMON = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -100,10 +101,6 @@ _ADAMW = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-
-Release = Literal["0.3", "0.2.2"]
-"""The releases of TorchTitan whose names are known."""
-
 
 def _in_0_2_2(name: str) -> str:
     for new, old in ((".qkv_linear.", "."), (".routed_experts.inner_experts.", ".experts."), ("lm_head.", "output.")):

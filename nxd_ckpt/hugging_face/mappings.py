@@ -13,10 +13,10 @@ from typing import Any
 
 from nxd_ckpt.core.heads import inference_copies
 from nxd_ckpt.core.limits import MAPPING, MAPPING_DEPTH, MAPPING_YAML
-from nxd_ckpt.core.mapping import ModelMapping, load_mapping
-from nxd_ckpt.core.sizes import Sizes
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.hugging_face.mapping import ModelMapping, load_mapping
+from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.storage.urls import local_path
 
