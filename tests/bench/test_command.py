@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -64,33 +63,6 @@ def test_every_measure_of_a_scenario_has_a_round(tmp_path: Path) -> None:
     assert "== W1 cpu 1p" in done.stdout
 
 
-@pytest.mark.soak
-@pytest.mark.plain
-@pytest.mark.once
-def test_a_module_and_its_optimizer_on_two_processes(tmp_path: Path) -> None:
-    """A peer that takes modules has rows if it is installed, and otherwise one that says so."""
-    done = bench(tmp_path, *TINY, "--only", "W3 cpu 2p", f"--json={tmp_path / 'a.json'}")
-    assert 0 == done.returncode, done.stderr
-    found = rows(tmp_path / "a.json")
-    assert 1 == len(found[SAVE, "nxd_ckpt"]["values"])
-    if importlib.util.find_spec("olmo_core"):
-        assert 1 == len(found[WARM, "OLMo-core"]["values"])
-    else:
-        assert found["", "OLMo-core"]["missing"].startswith("not installed: ")
-
-
-@pytest.mark.soak
-@pytest.mark.plain
-@pytest.mark.once
-def test_shards_of_fsdp2_on_two_processes(tmp_path: Path) -> None:
-    """Each rank saves and loads its shards, and what comes back is what was saved; torch DCP does the same."""
-    done = bench(tmp_path, *TINY, "--only", "W3 fsdp2 2p", f"--json={tmp_path / 'a.json'}")
-    assert 0 == done.returncode, done.stderr
-    found = rows(tmp_path / "a.json")
-    ours = [(SAVE, "nxd_ckpt"), (STALL, "nxd_ckpt"), (WARM, 'nxd_ckpt, verify="reading"'), (WARM, "torch DCP")]
-    assert dict.fromkeys(ours, 1) == {key: len(found[key]["values"]) for key in ours}
-
-
 @pytest.mark.plain
 @pytest.mark.once
 def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +106,6 @@ def test_a_load_of_other_values_does_not_count(tmp_path: Path) -> None:
     rounds.warm_up()
     rounds.play(0)
     assert [((), "WrongValues")] == [(row.values, row.missing.partition(":")[0]) for row in rounds.rows()]
-
-
-@pytest.mark.soak
-@pytest.mark.xla
-def test_device_tensors_have_transfers_as_their_floor(tmp_path: Path) -> None:
-    """On torch-xla's CPU device the floors are its transfers, and its own format is a peer."""
-    done = bench(tmp_path, *TINY, "--only", "W2 xla 1p", f"--json={tmp_path / 'a.json'}")
-    assert 0 == done.returncode, done.stderr
-    found = rows(tmp_path / "a.json")
-    keys = [(STALL, "floor: grouped device-to-host"), (SAVE, "torch-xla xser"), (SAVE, "nxd_ckpt xser")]
-    assert [1, 1, 1] == [len(found[key]["values"]) for key in keys]
 
 
 @pytest.mark.soak
