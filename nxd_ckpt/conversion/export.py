@@ -59,10 +59,10 @@ from nxd_ckpt.output.source import Source
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.foreign.hugging_face_directory import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.tag.foreign.presharded import file_name
 from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.foreign.weight_files import INDEX
+from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 

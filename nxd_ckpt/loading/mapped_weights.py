@@ -19,7 +19,7 @@ from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, torch_dtype
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.mapping import Match
@@ -55,6 +55,12 @@ class MappedWeights(OpenTag):
                 f"determine each rank's part; pass model=, found {request.model!r}"
             )
         self.topology, options = request.topology, request.options
+        sizes = self.topology.sizes
+        if request.optimizer is not None and self.parts.optimizer is not None and (sizes["tp"], sizes["pp"]) != (1, 1):
+            raise UnsupportedState(
+                f"{self.where}: the optimizer beside a model in Hugging Face's form is loaded without tensor and "
+                "pipeline parallelism. Make a tag of it, which loads on any sizes: convert(..., to='tag', names='own')"
+            )
         self._model, self._specs = model, model.parameters(self.topology.tp)
         self._strict = options.strict_names
         config = text_config(directory.config)

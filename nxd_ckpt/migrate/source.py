@@ -31,9 +31,10 @@ from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names
 from nxd_ckpt.storage.urls import directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
+from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
 from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
+from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.opened import OpenTag
 
 _OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
@@ -305,6 +306,7 @@ _DESCRIBERS: Mapping[Program, Callable[[_Source], Origin]] = {
     Program.TORCH_XLA: _script,
     Program.TORCH_DCP: _script,
     Program.TORCH_CHECKPOINTING: _script,
+    Program.WHOLE_FILES: _script,
     Program.TIERED: _script,
     Program.PRESHARDED: _presharded,
     Program.OPTIMUM: _optimum,
@@ -317,6 +319,7 @@ _TORCHTITAN = "tok_embeddings.weight"
 _OTHER_KEYS = "pass the keys of model and optimizer (model_key=, optim_key=), and names='own'"
 _HINTS: Mapping[Program, str] = {
     Program.TORCH_XLA: "expected it under model, model_state_dict or state_dict",
+    Program.WHOLE_FILES: "expected model.pt, or a directory model or modeling",
     Program.TORCH_DCP: _OTHER_KEYS,
     Program.TORCH_CHECKPOINTING: _OTHER_KEYS,
     Program.TIERED: f"load it with its StorageReader, save it with torch DCP, then {_OTHER_KEYS}",

@@ -26,9 +26,10 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, OPTIMIZER_DOCUMENT
+from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
 from nxd_ckpt.tag.foreign.quantization import without_quantization
 from nxd_ckpt.tag.foreign.weight_files import SINGLE
+from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER_DOCUMENT
 
 logger = logging.getLogger("nxd_ckpt")
 

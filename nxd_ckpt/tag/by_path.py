@@ -21,9 +21,8 @@ from nxd_ckpt.storage.urls import (
 )
 from nxd_ckpt.tag.choosing import choose
 from nxd_ckpt.tag.directory import find_tag
-from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import WeightsLayout, open_weights
-from nxd_ckpt.tag.foreign.recognise import Program, is_untagged, open_untagged, recognise
+from nxd_ckpt.tag.foreign.recognise import Program, open_as, recognise
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.payload import PayloadFile
 
@@ -54,11 +53,9 @@ class ByPath(NamedTuple):
         """
         if self.is_weights:
             return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
-        if Program(self.writer).writes_tags:  # whatever files of others are in it
+        layout = open_as(Program(self.writer), storage, key, trust_pickle=trust_pickle)
+        if layout is None:
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
-        if not storage.is_file(key) and not is_untagged(TagFiles(storage, key).names()):
-            return open_complete_tag(storage, key, trust_pickle=trust_pickle)
-        layout = open_untagged(storage, key, trust_pickle=trust_pickle)
         if tells and isinstance(layout, PayloadFile) and layout.taken:
             logger.warning("%s: taken as a script's own dict: %s", layout.where, layout.taken)
         return OpenTag(storage, key, layout, None)

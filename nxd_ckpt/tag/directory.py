@@ -34,7 +34,7 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
-from nxd_ckpt.tag.foreign import legacy
+from nxd_ckpt.tag.foreign import legacy, nemo
 from nxd_ckpt.tag.foreign.other_kinds import described, described_below
 from nxd_ckpt.tag.grid import holes, spanned
 from nxd_ckpt.tag.order import marker_time, order_time_of_ours, recorded_order_time
@@ -119,7 +119,7 @@ def find_tag(storage: Storage, tag: str) -> TagInfo | None:
 def _tags(storage: Storage) -> Iterator[TagInfo]:
     top = storage.list()
     ranks = [name for entry in top if (name := legacy.parse(entry.name)) is not None]
-    if ranks:
+    if ranks and not nemo.saves(storage, ""):
         yield _legacy_tag(storage, ranks)
     newest = _times_in_newest(storage) if DirEntry(NEWEST, False) in top else {}
     folders = [entry.name for entry in top if entry.is_dir and entry.name[0] != "."]

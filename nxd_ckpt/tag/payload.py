@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.suggestions import first_of
@@ -144,6 +147,20 @@ def _numbered(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {**tree, "state": states, "param_groups": groups}
 
 
+def _masters_apart(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict as ZeRO-1's on one rank if it has master weights among the entries of parameters."""
+    states = {index: state for index, state in tree.get("state", {}).items() if isinstance(state, dict)}
+    masters = {index: state[MASTER_WEIGHTS] for index, state in states.items() if MASTER_WEIGHTS in state}
+    if not masters:
+        return tree
+    rest = {
+        index: {key: value for key, value in state.items() if key != MASTER_WEIGHTS} for index, state in states.items()
+    }
+    shapes = {index: torch.Size(master.shape) for index, master in masters.items()}
+    apart = {"base_state": {**tree["state"], **rest}, "shape_info": shapes, "sharded_master_weights": masters}
+    return {**tree, "state": {}, **apart}
+
+
 class PayloadFile:
     """Layout (`TagLayout`) of a single rank's checkpoint, whose ``payload`` is in ``file``.
 
@@ -166,6 +183,7 @@ class PayloadFile:
     @reading
     def parts(self) -> Parts:
         optimizer = self._payload.optimizer
+        optimizer = optimizer if optimizer is None else _masters_apart(optimizer)
         return Parts(
             model=self._payload.model is not None,
             optimizer=None if optimizer is None else "zero1" if "base_state" in optimizer else "plain",
@@ -182,7 +200,7 @@ class PayloadFile:
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         tree = checked_optimizer(self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS), self.where)
         names = names_of_groups(tree)
-        return tree if names is None else _numbered(tree, names)
+        return _masters_apart(tree if names is None else _numbered(tree, names))
 
     @reading
     def optimizer_names(self, at: Coordinates) -> list[str] | None:

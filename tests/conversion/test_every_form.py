@@ -158,5 +158,22 @@ def test_every_source_in_every_form(
             assert run.weights.keys() >= {name for tensor in done.tensors for name in tensor.made_of}
 
 
+def test_an_export_is_read_with_its_optimizer(tmp_path: Path) -> None:
+    """What ``optimizer=True`` put beside the model opens, loads, and goes into a tag again."""
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN.model.config))
+    source, exported = _ours(tmp_path), tmp_path / "hf"
+    for size in ("5GB", "1KB"):
+        options: dict[str, Any] = {"size_per_shard": size, "overwrite": True, "durable": False}
+        convert(source, exported, to="hf", optimizer=True, config=tmp_path / "config.json", **options)
+        again = convert(exported, tmp_path / f"of {size}", to="tag", names="own", durable=False)
+        for path in (exported, again.target):
+            before, after = open_checkpoint(source), open_checkpoint(path)
+            assert [] == differences(dict(before.model_state()), dict(after.model_state()))
+            moments = before.keys("optim/*/exp_avg*")
+            assert moments
+            assert moments == sorted(after.keys("optim/*/exp_avg*"), key=moments.index)
+            assert all(torch.equal(before.read(name), after.read(name)) for name in moments)
+
+
 def _readable(path: Path, form: str) -> Path:
     return path / "model.pt" if form == "files" else path

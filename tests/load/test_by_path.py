@@ -15,9 +15,24 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from nxd_ckpt import Checkpointer, close_checkpointers, diff_checkpoints, load_checkpoint, load_keys, open_checkpoint
+from nxd_ckpt import (
+    Checkpointer,
+    close_checkpointers,
+    convert,
+    diff_checkpoints,
+    load_checkpoint,
+    load_keys,
+    open_checkpoint,
+)
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.errors import CheckpointNotFound, KeyMismatch, PartNotFound, UnsafePickle
+from nxd_ckpt.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    KeyMismatch,
+    MalformedFile,
+    PartNotFound,
+    UnsafePickle,
+)
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
 
@@ -117,6 +132,51 @@ def lightning(job: Job) -> dict[str, Any]:
     return {"state_dict": job[0].state_dict(), **states, **counts}
 
 
+def trainers(path: Path, job: Job) -> Path:
+    """A checkpoint of transformers' Trainer."""
+    hugging_face(path, job)
+    torch.save(job[1].state_dict(), path / "optimizer.pt")
+    torch.save(job[2].state_dict(), path / "scheduler.pt")
+    torch.save({"python": (3, (1, 2), None)}, path / "rng_state.pth")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    return path
+
+
+def accelerates(path: Path, job: Job) -> Path:
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*job)
+    accelerator.save_state(str(path))
+    return path
+
+
+def files(**options: Any) -> Callable[[Path, Job], Path]:
+    def write(path: Path, job: Job) -> Path:
+        return Path(convert(tag(path / "run", job), path / "files", to="files", durable=False, **options).target)
+
+    return write
+
+
+def colossalais(path: Path, job: Job) -> Path:
+    """Its booster's sharded files, in the directories of its own examples; see tests/migrate/sources.md."""
+    states = {"modeling": job[0].state_dict(), "optimizer": job[1].state_dict()["state"]}
+    for folder, name in (("modeling", "pytorch_model"), ("optimizer", "pytorch_optim")):
+        (path / folder).mkdir(parents=True)
+        places = {}
+        for number, (key, value) in enumerate(states[folder].items(), start=1):
+            places[key] = f"{name}-{number:05}.bin"
+            torch.save({key: value}, path / folder / places[key])
+        metadata = {"param_groups": "pytorch_optim_group.bin"} if folder == "optimizer" else {}
+        index = {"metadata": {**metadata, "total_size": 1}, "weight_map": places}
+        (path / folder / f"{name}.bin.index.json").write_text(json.dumps(index))
+    torch.save(job[1].state_dict()["param_groups"], path / "optimizer" / "pytorch_optim_group.bin")
+    torch.save(job[2].state_dict(), path / "lr_scheduler")
+    (path / "running_states.json").write_text(json.dumps({"epoch": 0, "step": 3, "sample_start_index": 12}))
+    return path
+
+
 WITH_OPTIMIZER: dict[str, Callable[[Path, Job], Path]] = {
     "a tag": tag,
     "an archive": tar,
@@ -129,6 +189,13 @@ WITH_OPTIMIZER: dict[str, Callable[[Path, Job], Path]] = {
     "Lightning": file_of("x.ckpt", lightning),
     "Composer": file_of("ep0-ba3", by_names),
     "torch DCP": dcp,
+    "transformers' Trainer": trainers,
+    "accelerate": accelerates,
+    "files of torch": files(),
+    "safetensors files": files(use_safetensors=True),
+    "a file of torch for each": files(unshard_strategy="one_file_per_tensor"),
+    "chunks": files(unshard_strategy="chunks", size_per_shard="1KB", use_safetensors=True),
+    "ColossalAI": colossalais,
 }
 MODEL_ONLY: dict[str, Callable[[Path, Job], Path]] = {
     "a state dict": file_of("x.bin", lambda job: job[0].state_dict()),
@@ -184,6 +251,73 @@ def test_it_loads_and_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     again = tag(tmp_path / "again", job)
     names = [each.name for each in diff_checkpoints(again, path).tensors if each.name[:5] == "model"]
     assert [] == names
+
+
+@pytest.mark.parametrize("source", ["transformers' Trainer", "accelerate", "ColossalAI"])
+def test_what_lies_beside_the_optimizer_loads_too(tmp_path: Path, source: str) -> None:
+    """The scheduler; and what the trainer kept of the run is user content."""
+    job = trained()
+    path = WITH_OPTIMIZER[source](tmp_path / "there", job)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    content = load_checkpoint(path, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert job[2].state_dict() == scheduler.state_dict()
+    assert [] == differs(model, optimizer, job)
+    kept = {"accelerate": None, "ColossalAI": {"running_states": {"epoch": 0, "step": 3, "sample_start_index": 12}}}
+    assert kept.get(source, {"trainer_state": {"global_step": 3}}) == content
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_master_weights_stay_master_weights(tmp_path: Path, safe: bool) -> None:
+    """In plain files they are among the entries of a parameter; from there they go into a tag again."""
+    model, optimizer, _ = trained()
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    for name, entries in state["state"].items():
+        entries["master_weights"] = model.state_dict()[name] + 1e-6
+    (tmp_path / "whole").mkdir()
+    torch.save(model.state_dict(), tmp_path / "whole" / "model.pt")
+    torch.save(state, tmp_path / "whole" / "optim.pt")
+    convert(tmp_path / "whole", tmp_path / "tag", to="tag", durable=False)
+    convert(tmp_path / "tag", tmp_path / "files", to="files", use_safetensors=safe, durable=False)
+    for path in ("whole", "tag", "files"):
+        opened = open_checkpoint(tmp_path / path)
+        assert opened.parts.master_weights
+        found = opened.read("optim/first.weight/master_weights")
+        assert torch.equal(model.first.weight + 1e-6, found)
+
+
+@pytest.mark.parametrize(
+    ("source", "file", "content"),
+    [
+        ("chunks", "optim.json", {"state": 3, "param_groups": [{}]}),
+        ("safetensors files", "optim.json", {"state": {}, "param_groups": {"params": 1}}),
+        ("ColossalAI", "optimizer/pytorch_optim.bin.index.json", {"weight_map": {"x": "pytorch_optim-00001.bin"}}),
+        ("ColossalAI", "optimizer/pytorch_optim.bin.index.json", {"metadata": {"param_groups": "../x"}}),
+    ],
+)
+def test_a_damaged_document_is_said(tmp_path: Path, source: str, file: str, content: Any) -> None:
+    """By the class of damage, before anything changes."""
+    path = WITH_OPTIMIZER[source](tmp_path / "there", trained())
+    (path / file).write_text(json.dumps(content))
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(MalformedFile):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("source", ["a file of torch for each", "chunks", "ColossalAI"])
+def test_files_of_two_saves_are_refused(tmp_path: Path, source: str) -> None:
+    """What an index names is in its files, and nothing else is."""
+    path = WITH_OPTIMIZER[source](tmp_path / "there", trained())
+    folder = path / ("modeling" if source == "ColossalAI" else "model")
+    index = next(folder.glob("*index.json"))
+    content = json.loads(index.read_text())
+    content["weight_map"]["another"] = next(iter(content["weight_map"].values()))
+    index.write_text(json.dumps(content))
+    with pytest.raises(CorruptCheckpoint, match="another"):
+        load_checkpoint(path, model=Net())
 
 
 @pytest.mark.parametrize("source", MODEL_ONLY)

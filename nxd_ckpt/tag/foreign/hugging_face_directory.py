@@ -8,13 +8,15 @@ Headers are read when a tensor of their file is used: a rank opens the files tha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core import document
+from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import KeyMismatch, MalformedFile
+from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.errors import KeyMismatch, MalformedFile, UnsafePickle
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import require_directory
@@ -31,15 +33,12 @@ from nxd_ckpt.tag.foreign.quantization import (
     refuse_companions,
     refuse_quantized_dtype,
 )
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, refuse_part
-from nxd_ckpt.tag.nxd_tag import ModelOnly
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, refuse_part, tensors_of
+from nxd_ckpt.tag.foreign.whole_files import content_in, optimizer_in, scheduler_in
+from nxd_ckpt.tag.payload import Payload, PayloadFile
 from nxd_ckpt.tag.state_dicts import reading
 
 CONFIG = "config.json"
-OPTIMIZER = "optimizer.safetensors"
-OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
-OPTIMIZER_DOCUMENT = "optimizer.json"
-"""Exported beside a model, and no part of it: its readers look for other names."""
 
 
 class HuggingFaceDirectory:
@@ -176,15 +175,7 @@ class HuggingFaceDirectory:
         return self._shards[file]
 
     def _read(self, file: str) -> Mapping[str, TensorStub]:
-        if file.endswith(".safetensors"):
-            return self.files.safetensors(file)
-        tree = self.files.tree(file)
-        if isinstance(tree, dict) and isinstance(tree.get(self._model_key), dict):
-            tree = tree[self._model_key]
-        if not isinstance(tree, dict) or not all(isinstance(leaf, TensorStub) for leaf in tree.values()):
-            where, key = self.files.where(file), self._model_key
-            raise MalformedFile(f"{where}: expected a state dict, all tensors, or one under {key!r}")
-        return {str(name): leaf for name, leaf in tree.items()}
+        return tensors_of(self.files, file, self._model_key)
 
     def _document(self, file: str) -> dict[str, Any]:
         return document.small(self.files.storage.read(self.files.key(file)), self.files.where(file))
@@ -221,16 +212,36 @@ def open_weights(storage: Storage, key: str, model_key: str = "model") -> Huggin
     return HuggingFaceDirectory(storage, key, model_key)
 
 
-class WeightsLayout(ModelOnly):
-    """Layout (`TagLayout`) of a model in Hugging Face's form as it is: its own names, on one rank."""
+class WeightsLayout(PayloadFile):
+    """Layout (`TagLayout`) of a model in Hugging Face's form as it is: its own names, on one rank.
+
+    The optimizer, the scheduler and the trainer's state that lie beside it are read when they are asked for.
+    """
 
     def __init__(self, directory: HuggingFaceDirectory) -> None:
-        self.files, self.directory = directory.files, directory
+        self.directory = directory
         directory.dequantize(quantization_of(directory.config, directory.where))
+        super().__init__(directory.files, "", Payload({}))
+        self._beside = None if isinstance(directory, WholeModelFile) else directory.files
 
-    def topology(self) -> Topology:
-        return Topology()
+    @reading
+    def parts(self) -> Parts:
+        try:
+            return replace(super().parts(), model=True)
+        except UnsafePickle:  # as long as only the model is read, nothing of it is needed
+            has_scheduler = self._beside is not None and scheduler_in(self._beside) is not None
+            return Parts(model=True, optimizer="plain", scheduler=has_scheduler, user_content=bool(self._rest))
 
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         return {name: self.directory.tensor(name) for name in self.directory.names}
+
+    @cached_property
+    def _payload(self) -> Payload:
+        files = self._beside
+        reads = {} if files is None else {"optimizer": optimizer_in(files), "scheduler": scheduler_in(files)}
+        return Payload({part: read() for part, read in reads.items() if read is not None})
+
+    @property
+    def _rest(self) -> dict[str, Any]:
+        return {} if self._beside is None else content_in(self._beside)

@@ -1,94 +1,28 @@
 """Recognition of the writer of a checkpoint by the names in its directory, for every layout of the Neuron ecosystem.
 
-Those that are no NxD tags are opened here too. tests/migrate/sources.md has the sources.
+Those that are neither tags nor of Hugging Face's form are opened here too. tests/migrate/sources.md has the sources.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
 
 from nxd_ckpt.core import names
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsupportedState
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files
+from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files, whole_files
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, DcpTensors
+from nxd_ckpt.tag.foreign.other_kinds import described
 from nxd_ckpt.tag.foreign.rank_items import RankItems
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, TIERED_DATA, TIERED_METADATA, DcpFiles, TieredFiles, tiered_saves
+from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, TieredFiles, tiered_saves
 from nxd_ckpt.tag.foreign.weight_files import has_weights, refuse_part
 from nxd_ckpt.tag.nxd_tag import TagLayout
-
-
-def is_untagged(listing: Iterable[str]) -> bool:
-    """Return whether a directory of these files, which is no tag, has a readable layout."""
-    names = set(listing)
-    return TIERED_DATA in names or bool(_layouts(names))
-
-
-def open_untagged(storage: Storage, key: str, *, trust_pickle: bool = False) -> TagLayout:
-    """Return the layout of the directory or file ``key``.
-
-    Raises:
-        PartNotFound: the directory holds none of the files of any layout.
-        MalformedFile: it holds those of two layouts.
-        UnsupportedState: it is a file of Hugging Face's form.
-        CheckpointNotFound, MalformedFile: errors of opening its layout.
-    """
-    if storage.is_file(key):
-        folder, _, file = key.rpartition("/")
-        if key.endswith(".safetensors"):
-            raise UnsupportedState(f"{storage.url}/{key} has Hugging Face's form")
-        if nemo.is_of_rank(key):
-            return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0], trust_pickle=trust_pickle), file)
-        return torch_xla_files.open_files(TagFiles(storage, folder, trust_pickle=trust_pickle), file)
-    files = TagFiles(storage, key, trust_pickle=trust_pickle)
-    listing = set(files.names())
-    layouts = _layouts(listing)
-    if len(layouts) > 1:
-        both = " and ".join(layout.name for layout in layouts)
-        raise MalformedFile(
-            f"{files.directory} has the files of two layouts: {both}; move those of one to a place of their own"
-        )
-    if layouts:
-        return layouts[0].open(files)
-    if TIERED_DATA in listing:
-        return _open_tiered(files)
-    raise PartNotFound(f"{files.directory}: no layout that is known; found {sorted(listing)[:8]}")
-
-
-def _open_tiered(files: TagFiles) -> TagLayout:
-    root = TagFiles(files.storage, "")
-    return DcpDirectory(root, DcpTensors(root, TieredFiles(files.tag)))
-
-
-class _Layout(NamedTuple):
-    name: str
-    is_present: Callable[[Set[str]], bool]
-    """Returns whether a directory of these files has it."""
-    open: Callable[[TagFiles], TagLayout]
-
-
-_LAYOUTS = (
-    _Layout("torch-xla", torch_xla_files.is_present, torch_xla_files.open_files),
-    _Layout("NxD inference", presharded.is_present, presharded.PreshardedFiles),
-    _Layout(
-        "torch DCP",
-        lambda listing: METADATA in listing,
-        lambda files: DcpDirectory(files, DcpTensors(files, DcpFiles())),
-    ),
-    _Layout("torch_checkpointing", rank_items.is_present, lambda files: DcpDirectory(files, RankItems(files))),
-    _Layout("SageMaker's tiered storage", lambda listing: TIERED_METADATA in listing, _open_tiered),
-)
-
-
-def _layouts(listing: Set[str]) -> list[_Layout]:
-    return [layout for layout in _LAYOUTS if layout.is_present(listing)]
 
 
 class Program(Enum):
@@ -107,6 +41,7 @@ class Program(Enum):
     TORCH_XLA = "torch.save or torch-xla"
     TORCH_DCP = "torch DCP"
     TORCH_CHECKPOINTING = "torch_checkpointing"
+    WHOLE_FILES = "nxd_ckpt's form files, or ColossalAI"
     HUGGING_FACE = "Hugging Face transformers"
 
     @property
@@ -170,6 +105,9 @@ def recognise(storage: Storage, folder: str) -> Recognised:
         if below:
             holds = "several checkpoints, expected one" if len(below) > 1 else "one checkpoint, and is none; pass that"
             raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
+        kind = described({name for name, is_dir in listing.items() if not is_dir}, where)
+        if kind is not None:
+            raise CheckpointNotFound(f"{where}: {kind}")
         has_data = any(name.endswith(".distcp") for name in listing)
         raise CheckpointNotFound(
             f"{where} has none of the layouts that are known (docs/convert.md lists them); it holds "
@@ -177,6 +115,35 @@ def recognise(storage: Storage, folder: str) -> Recognised:
             + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if has_data else "")
         )
     return candidate.located(writers[0])
+
+
+def open_as(writer: Program, storage: Storage, key: str, *, trust_pickle: bool = False) -> TagLayout | None:
+    """Open what `recognise` found to be of that ``writer``; None if it is read as tags are.
+
+    Raises CheckpointNotFound, PartNotFound, MalformedFile: errors of opening its layout.
+    """
+    folder, _, file = key.rpartition("/")
+    if writer is Program.NEMO:
+        return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0], trust_pickle=trust_pickle), file)
+    if storage.is_file(key):
+        return torch_xla_files.open_files(TagFiles(storage, folder, trust_pickle=trust_pickle), file)
+    opens = _OPENS.get(writer)
+    return None if opens is None else opens(TagFiles(storage, key, trust_pickle=trust_pickle))
+
+
+def _open_tiered(files: TagFiles) -> TagLayout:
+    root = TagFiles(files.storage, "")
+    return DcpDirectory(root, DcpTensors(root, TieredFiles(files.tag)))
+
+
+_OPENS: Mapping[Program, Callable[[TagFiles], TagLayout]] = {
+    Program.TIERED: _open_tiered,
+    Program.PRESHARDED: presharded.PreshardedFiles,
+    Program.TORCH_XLA: torch_xla_files.open_files,
+    Program.TORCH_DCP: lambda files: DcpDirectory(files, DcpTensors(files, DcpFiles())),
+    Program.TORCH_CHECKPOINTING: lambda files: DcpDirectory(files, RankItems(files)),
+    Program.WHOLE_FILES: whole_files.open_files,
+}
 
 
 def _only(saves: Sequence[str], where: str) -> str:
@@ -229,6 +196,16 @@ class _Folder:
         """True if it has optimum-neuron's description of a pipeline stage."""
         return any(map(STAGE_METADATA.fullmatch, self.listing))
 
+    @cached_property
+    def has_whole_files(self) -> bool:
+        others = torch_xla_files.is_present(self.listing) or not {names.MANIFEST, METADATA}.isdisjoint(self.listing)
+        return not others and whole_files.is_present(TagFiles(self.storage, self.key))
+
+    @property
+    def is_nxd(self) -> bool:
+        others = names.MANIFEST in self.listing or self.has_metadata
+        return self.has_parts and not others and not self.has_whole_files
+
     @property
     def is_optimum(self) -> bool:
         if self.has_parts and self.has_metadata:
@@ -264,7 +241,7 @@ class _Folder:
 
 _TESTS: Mapping[Program, Callable[[_Folder], bool]] = {
     Program.NXD_CKPT: lambda one: one.has_parts and names.MANIFEST in one.listing,
-    Program.NXD: lambda one: one.has_parts and names.MANIFEST not in one.listing and not one.has_metadata,
+    Program.NXD: lambda one: one.is_nxd,
     Program.OPTIMUM: lambda one: one.is_optimum,
     Program.OPTIMUM_ADAPTER: lambda one: bool(one.adapters),
     Program.OPTIMUM_OLD: lambda one: one.listing.get(_OLD_SHARDS) is True or one.is_called(_OLD_SHARDS),
@@ -275,6 +252,7 @@ _TESTS: Mapping[Program, Callable[[_Folder], bool]] = {
     Program.TORCH_XLA: lambda one: torch_xla_files.is_present(one.listing),
     Program.TORCH_DCP: lambda one: METADATA in one.listing,
     Program.TORCH_CHECKPOINTING: lambda one: rank_items.is_present(one.listing),
+    Program.WHOLE_FILES: lambda one: one.has_whole_files,
     Program.HUGGING_FACE: lambda one: one.is_hugging_face,
 }
 

@@ -33,10 +33,6 @@ class _Kind:
     index: str
     shards: re.Pattern[str]
 
-    @property
-    def suffix(self) -> str:
-        return f".{self.single.rpartition('.')[2]}"
-
 
 _KINDS = (
     _Kind(SINGLE, INDEX, re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")),
@@ -103,7 +99,7 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
     names = sorted(name for name, is_dir in files.names().items() if not is_dir)
     for kind in _KINDS:
         if kind.index in names:
-            places = _by_index(files, kind)
+            places = by_index(files, kind.index)
         elif kind.single in names:
             places = dict.fromkeys(read(kind.single), kind.single)
         elif any(map(kind.shards.fullmatch, names)):
@@ -132,20 +128,41 @@ def _is_of(name: str, kind: _Kind) -> bool:
     return name in (kind.single, kind.index) or kind.shards.fullmatch(name) is not None
 
 
-def _by_index(files: TagFiles, kind: _Kind) -> dict[str, str]:
-    where = files.where(kind.index)
-    places = document.small(files.storage.read(files.key(kind.index)), where).get("weight_map")
+def by_index(files: TagFiles, index: str) -> dict[str, str]:
+    """Return the file of each entry of an ``index``, relative to its directory, in which they all are.
+
+    Raises:
+        PartNotFound: one of the files is missing.
+        MalformedFile: a malformed index, or one of other files.
+    """
+    where, (folder, slash, name) = files.where(index), index.rpartition("/")
+    places = document.small(files.storage.read(files.key(index)), where).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise MalformedFile(f"{where}: weight_map must name the file of each tensor")
+    stem = name.removesuffix(".index.json")
+    suffixes = (".safetensors", ".pt") if stem == name else (f".{stem.rpartition('.')[2]}",)
     for file in sorted(set(places.values())):
-        if "/" in file or not file.endswith(kind.suffix):
-            raise MalformedFile(f"{where}: {file!r} is not a {kind.suffix} file of this directory")
-        if not files.has(file):
+        if "/" in file or not file.endswith(suffixes):
+            raise MalformedFile(f"{where}: {file!r} is not a {' or '.join(suffixes)} file of this directory")
+        if not files.has(f"{folder}{slash}{file}"):
             count = list(places.values()).count(file)
             raise PartNotFound(
-                f"{files.where(file)} is missing, in which {kind.index} says {count} tensors are; download it again"
+                f"{files.where(f'{folder}{slash}{file}')} is missing, in which {name} says {count} tensors are; "
+                "download it again"
             )
     return dict(places)
+
+
+def tensors_of(files: TagFiles, file: str, model_key: str = "model") -> Mapping[str, TensorStub]:
+    """Return the tensors of a file, which is a state dict, or has one under ``model_key``; from its header."""
+    if file.endswith(".safetensors"):
+        return files.safetensors(file)
+    tree = files.tree(file)
+    if isinstance(tree, dict) and isinstance(tree.get(model_key), dict):
+        tree = tree[model_key]
+    if not isinstance(tree, dict) or not all(isinstance(leaf, TensorStub) for leaf in tree.values()):
+        raise MalformedFile(f"{files.where(file)}: expected a state dict, all tensors, or one under {model_key!r}")
+    return {str(name): leaf for name, leaf in tree.items()}
 
 
 def _by_names(files: TagFiles, kind: _Kind, shards: list[str], read: Read) -> dict[str, str]:
