@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.conversion.job import Converted, ConvertedTensor
+from nxd_ckpt.conversion.result import Converted, ConvertedTensor
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document

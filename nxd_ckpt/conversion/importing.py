@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from nxd_ckpt.conversion.inputs import open_imported
-from nxd_ckpt.conversion.job import Converted, ConvertedTensor, Job
+from nxd_ckpt.conversion.result import Converted, ConvertedTensor
+from nxd_ckpt.conversion.tag_job import Job
 from nxd_ckpt.conversion.tag_writer import write_tag
 from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
@@ -24,7 +24,8 @@ from nxd_ckpt.hugging_face.model_heads import with_head_of
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
-from nxd_ckpt.output.source import Source
+from nxd_ckpt.output.source import Source, open_imported
+from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.hugging_face_directory import open_weights
 from nxd_ckpt.tag.foreign.quantization import quantization_of
@@ -84,8 +85,8 @@ def to_nxd_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converte
         with gc_paused():
             what = import_target(source.place, chosen, process)
             plans.append(_planned(source.place, what))
-        parts = Parts(model=True, use_xser=bool(chosen.use_xser))
-        return Job(source, target, what, parts, durable=chosen.durable, overwrite=chosen.overwrite)
+        parts = Parts(model=True, use_xser=what.use_xser)
+        return Job(source, target, Target(what.topology), parts, imported=what).of(None, chosen)
 
     if chosen.dry_run:
         with joint_agreement(chosen.all_ranks, chosen.timeout) as agreement:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core import names
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.options.conversion import ConvertOptions

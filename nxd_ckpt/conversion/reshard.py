@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from nxd_ckpt.conversion.job import Converted, Job, metrics_of, positions_for
+from nxd_ckpt.conversion.result import Converted
+from nxd_ckpt.conversion.tag_job import Job
 from nxd_ckpt.conversion.tag_writer import write_tag
+from nxd_ckpt.core.data_position import Position
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS
+from nxd_ckpt.loading.parts import positions_together
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, locate_output
 from nxd_ckpt.output.source import Source, refuse_mixed_ranks
-from nxd_ckpt.reshard.resharding import refuse_unknown
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.storage.urls import StrPath
@@ -53,95 +56,62 @@ def to_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
                 "and optimizer in a state dict are given by model_key= and optim_key="
             )
         refuse_mixed_ranks(opened, process, processes)
-        if not source.is_tag:
-            return _anew(source, target, opened, chosen)
-        if chosen.optimizer_form in ("zero1", "zero1_full") and set(chosen.sizes) <= {"dp"}:
-            return _zero1(source, target, opened, chosen, process)
-        return _resharded(source, target, opened, chosen, process)
+        return _job(source, target, opened, chosen, process)
 
     return write_tag(prepare, chosen)
 
 
-def _resharded(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptions, process: int) -> Job:
-    """Return the job for a tag of other sizes."""
-    recuts = chosen.tp not in (None, opened.topology.tp)
-    cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names, cuts_change=recuts)
-    what = Target(
-        _topology(opened.topology, chosen.sizes),
-        optimizer=_kind(opened.parts, chosen),
-        partitions=cuts,
-        stages=chosen.stages,
-        saved_names=chosen.saved_param_names,
-        use_xser=chosen.use_xser,
-    )
-    if process == 0:
-        _warn_if_nothing_is_cut(opened, what.topology.tp, cuts)
-    positions = positions_for(what.topology, opened, process)
-    parts = replace(
-        opened.parts,
-        optimizer=what.optimizer,
-        use_xser=opened.parts.use_xser if what.use_xser is None else what.use_xser,
-        lower_precision_weights=True,  # weights that were left out are written, from the master weights
-        rank_content=bool(positions) or (opened.parts.rank_content and what.topology == opened.topology),
-    )
-    return replace(_job(source, target, opened, what, parts, chosen), positions=positions)
-
-
-def _zero1(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptions, process: int) -> Job:
-    """Return the job for a tag in which only a ZeRO-1 optimizer changes; files of the model pass through."""
-    is_full = chosen.optimizer_form == "zero1_full"
-    _check_zero1(opened, is_full)
-    if is_full and chosen.dp is not None:
-        raise InvalidArgument(f"dp={chosen.dp} has no meaning with optimizer_form='zero1_full': leave it out")
-    sizes = {"dp": opened.topology.ep} if is_full else chosen.sizes
-    what = Target(_topology(opened.topology, sizes), optimizer=chosen.optimizer_form, model=False)
-    saved = replace(opened.parts, optimizer=what.optimizer)
-    if chosen.optim_only:
-        alone = Parts(optimizer=saved.optimizer, use_xser=saved.use_xser, master_weights=saved.master_weights)
-        return _job(source, target, opened, what, alone, chosen)
-    positions = positions_for(what.topology, opened, process)
-    has_content = bool(positions) or (saved.rank_content and what.topology == opened.topology)
-    job = _job(source, target, opened, what, replace(saved, rank_content=has_content), chosen)
-    return replace(job, keeps_model=saved.model, positions=positions)
-
-
-def _anew(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptions) -> Job:
-    """Return the job for what is no tag of ranks."""
+def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptions, process: int) -> Job:
     saved = opened.parts
-    refuse_unknown(chosen.partitions or {}, opened.model_names() if saved.model else (), opened.where)
-    optimizer = chosen.optimizer_form or ("zero1" if saved.master_weights else "plain")
+    sizes: Mapping[str, int] = chosen.sizes
+    converts_optimizer = source.is_tag and chosen.optimizer_form in ("zero1", "zero1_full") and set(sizes) <= {"dp"}
+    if converts_optimizer:
+        sizes = _zero1_sizes(opened, chosen)
+    recuts = source.is_tag and chosen.tp not in (None, opened.topology.tp)
+    # The digests of NxD's files are in them: its model is read and written as any other.
+    keeps_model = converts_optimizer and saved.model and opened.manifest is not None and not chosen.optim_only
     what = Target(
-        _topology(opened.topology, chosen.sizes),
-        optimizer=None if saved.optimizer is None else optimizer,
-        use_xser=bool(chosen.use_xser),
-        partitions=chosen.partitions,
+        _topology(opened.topology, sizes),
+        optimizer=_kind(saved, source.is_tag, chosen),
+        use_xser=(saved.use_xser and source.is_tag) if chosen.use_xser is None else chosen.use_xser,
+        model=not (keeps_model or chosen.optim_only),
+        partitions=checked_facts(opened, chosen.partitions, chosen.saved_param_names, cuts_change=recuts),
         stages=chosen.stages,
         saved_names=chosen.saved_param_names,
     )
-    parts = Parts(
-        model=saved.model,
-        optimizer=what.optimizer,
-        scheduler=saved.scheduler,
-        user_content=saved.user_content,
-        use_xser=bool(what.use_xser),
-        master_weights=saved.master_weights and what.optimizer == "zero1",
-    )
-    return _job(source, target, opened, what, parts, chosen)
+    parts = replace(saved, optimizer=what.optimizer, use_xser=bool(what.use_xser), rank_content=False)
+    if not keeps_model:  # weights that were left out are written, from the master weights
+        parts = replace(parts, lower_precision_weights=True)
+    if not source.is_tag:
+        parts = replace(parts, master_weights=saved.master_weights and what.optimizer == "zero1")
+    if chosen.optim_only:
+        alone = Parts(optimizer=parts.optimizer, use_xser=parts.use_xser, master_weights=parts.master_weights)
+        return Job(source, target, what, alone).of(opened, chosen)
+    job = Job(source, target, what, parts, keeps_model=keeps_model).of(opened, chosen)
+    if not source.is_tag:
+        return job
+    if process == 0:
+        _warn_if_nothing_is_cut(opened, what)
+    positions = _positions_for(what.topology, opened, process)
+    has_content = bool(positions) or (saved.rank_content and what.topology == opened.topology)
+    return replace(job, parts=replace(parts, rank_content=has_content), positions=positions)
 
 
-def _job(
-    source: Source, target: Location, opened: OpenTag, what: Target, parts: Parts, chosen: ConvertOptions
-) -> Job:
-    return Job(
-        *(source, target, what, parts),
-        durable=chosen.durable,
-        overwrite=chosen.overwrite,
-        save=opened.save,
-        metrics=metrics_of(opened),
-    )
+def _positions_for(topology: Topology, opened: OpenTag, process: int) -> dict[Any, Position]:
+    """Return the merged data positions of the tag, for each rank of another ``topology``; empty for its own.
+
+    The first process logs positions that cannot be read or split again.
+    """
+    if topology == opened.topology:
+        return {}
+    merged, problems = positions_together(opened)
+    for problem in problems if process == 0 else ():
+        logger.warning("not taken over: %s", problem)
+    return merged
 
 
-def _warn_if_nothing_is_cut(opened: OpenTag, tp: int, partitions: Mapping[str, Partition]) -> None:
+def _warn_if_nothing_is_cut(opened: OpenTag, what: Target) -> None:
+    tp, partitions = what.topology.tp, what.partitions or {}
     saved = {} if opened.manifest is None else opened.manifest.parameters
     is_recorded = opened.manifest is not None or opened.topology.tp == 1
     cuts = {**{name: spec.partition for name, spec in saved.items()}, **partitions}.values()
@@ -160,14 +130,18 @@ def _topology(saved: Topology, sizes: Mapping[str, int]) -> Topology:
     return saved if merged == saved.sizes else Topology(merged["dp"], merged["tp"], merged["pp"], merged["ep"])
 
 
-def _kind(saved: Parts, chosen: ConvertOptions) -> str | None:
+def _kind(saved: Parts, is_tag: bool, chosen: ConvertOptions) -> str | None:
     """Return the kind of the result's optimizer; the unsharded ZeRO-1 form exists only between jobs."""
     if saved.optimizer is None or chosen.optimizer_form is not None:
-        return chosen.optimizer_form
+        return saved.optimizer and chosen.optimizer_form
+    if not is_tag:
+        return "zero1" if saved.master_weights else "plain"
     return "zero1" if saved.optimizer in ("zero1_full", "zero1_dcp") else saved.optimizer
 
 
-def _check_zero1(opened: OpenTag, is_full: bool) -> None:
+def _zero1_sizes(opened: OpenTag, chosen: ConvertOptions) -> Mapping[str, int]:
+    """Return the sizes of the result, of which only the ZeRO-1 optimizer changes."""
+    is_full = chosen.optimizer_form == "zero1_full"
     kind = opened.parts.optimizer
     if kind not in (*_SHARDED, "zero1_full"):
         actual = "no optimizer" if kind is None else f"a {kind} optimizer, which is the same for any data-parallel size"
@@ -180,3 +154,6 @@ def _check_zero1(opened: OpenTag, is_full: bool) -> None:
             f"{opened.where} is an expert-parallel optimizer without its model, whose file names have the "
             "expert-parallel size; convert the whole tag"
         )
+    if is_full and chosen.dp is not None:
+        raise InvalidArgument(f"dp={chosen.dp} has no meaning with optimizer_form='zero1_full': leave it out")
+    return {"dp": opened.topology.ep} if is_full else chosen.sizes

@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.commit.session import open_session
-from nxd_ckpt.conversion.inputs import Input, PassedFiles, open_input
-from nxd_ckpt.conversion.job import Converted, Job
+from nxd_ckpt.conversion.result import Converted
+from nxd_ckpt.conversion.tag_job import Input, Job
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote, dump, load_vote
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
@@ -36,7 +35,7 @@ from nxd_ckpt.output.image_writer import TOGETHER, write_images
 from nxd_ckpt.output.new_directories import leaving_none
 from nxd_ckpt.saving.collected_save import CollectedSave
 from nxd_ckpt.saving.plan import SavePlan, plan_save
-from nxd_ckpt.saving.writing import FileWriter, write_index
+from nxd_ckpt.saving.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.storage.system import tell_room
@@ -55,7 +54,7 @@ def write_tag(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -
     started = time.monotonic()
     with joint_agreement(execution.all_ranks, execution.timeout) as agreement:
         job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
-        descriptions = agreement.gather(repr((job.what, job.parts, job.save)))
+        descriptions = agreement.gather(repr((job.what, job.imported, job.terms, job.parts, job.save)))
         decided_by_rank0(agreement, lambda: _must_agree(descriptions))
         with closing(WorkerPool(job, execution.num_workers, agreement.sign)) as workers:
             ranks = range(agreement.rank, job.topology.world_size, agreement.world_size)
@@ -166,7 +165,7 @@ class RankWriter:
 
     @cached_property
     def _input(self) -> Input:
-        return open_input(self._job, self._storage)
+        return Input(self._job, self._storage)
 
     @cached_property
     def _plan(self) -> Callable[[Topology], SavePlan]:
@@ -179,7 +178,7 @@ class RankWriter:
         Raises errors that make the conversion impossible: sizes that do not divide a tensor, parameters without a
         name, ...
         """
-        with self._input.guarded():
+        with self._input.opened.guarded():
             return sum(planned.image.nbytes for planned in self._plan(self._job.topology.at(rank)).files)
 
     def write(self, ranks: Sequence[int], publication: Publication) -> list[Vote]:
@@ -189,20 +188,22 @@ class RankWriter:
         """
         started, topologies = time.monotonic(), [self._job.topology.at(rank) for rank in ranks]
         votes = []
-        with self._input.guarded():
+        with self._input.opened.guarded():
             plans = [self._plan(topology) for topology in topologies]
-            with self._input.reader() as reader:
+            with self._input.opened.reader() as reader:
                 sets, beside = [plan.files for plan in plans], _beside(self._job.topology)
                 writers = write_images(reader, self._storage, publication.folder, sets, self._count, beside)
             for topology, plan, writer in zip(topologies, plans, writers, strict=True):
-                passed = self._input.pass_files(topology, publication.folder, self._count)
+                written = writer.index(plan, topology.coordinates)
+                index = self._input.pass_files(written, topology, publication.folder, self._count)
+                passed = sum(entry.nbytes for file, entry in index.files.items() if file not in written.files)
                 vote = Vote(
                     topology.rank,
                     plan=plan.agreed(self._job.target.name, topology),
                     replica=plan.replica,
-                    index=self._write_index(writer, plan, passed, topology, publication),
+                    index=write_index(self._storage, publication, names.index_file(topology.coordinates), index),
                     replicated=writer.replicated_digest(),
-                    nbytes=writer.nbytes + passed.nbytes,
+                    nbytes=writer.nbytes + passed,
                     seconds=round(time.monotonic() - started, 6),
                 )
                 votes.append(vote)
@@ -212,18 +213,6 @@ class RankWriter:
         with gc_paused():
             plan = plan_save(self._input.state(topology), topology)
         return replace(plan, parts=self._job.parts)
-
-    def _write_index(
-        self, writer: FileWriter, plan: SavePlan, passed: PassedFiles, topology: Topology, publication: Publication
-    ) -> FileEntry:
-        written = writer.index(plan, topology.coordinates)
-        index = replace(
-            written,
-            files={**written.files, **passed.files},
-            tensors=written.tensors + passed.tensors,
-            parameters={**written.parameters, **passed.parameters},
-        )
-        return write_index(self._storage, publication, names.index_file(topology.coordinates), index)
 
     def _count(self, nbytes: int) -> None:
         if self._stop.is_set():

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage

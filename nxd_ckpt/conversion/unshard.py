@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, cast, get_args
 
-from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.core.units import AnySize, bytes_of
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState

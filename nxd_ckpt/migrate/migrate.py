@@ -9,7 +9,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from nxd_ckpt.conversion.export import are_converted, to_hf
-from nxd_ckpt.conversion.job import Converted, HuggingFaceTarget, Job, metrics_of
+from nxd_ckpt.conversion.result import Converted
+from nxd_ckpt.conversion.tag_job import Job
 from nxd_ckpt.conversion.tag_writer import write_tag
 from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.conversion.unshard import to_files
@@ -32,6 +33,7 @@ from nxd_ckpt.output.model_files import config_in, read_config
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.dcp_state import DcpState
+from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
 from nxd_ckpt.tag.foreign.recognise import Program
@@ -183,24 +185,15 @@ class Translation:
         origin, chosen, tag = self._origin, self._chosen, self.tag
         form = "plain" if chosen.optimizer_form is None else chosen.optimizer_form
         optimizer = None if tag.parts.optimizer is None else form
+        use_xser = bool(chosen.use_xser)
         job = Job(
             self._source,
             locate_output(dst, self._source.place, chosen.overwrite, chosen.written_with),
-            HuggingFaceTarget(
-                chosen.topology,
-                optimizer=optimizer,
-                use_xser=bool(chosen.use_xser),
-                partitions=chosen.partitions,
-                stages=chosen.stages,
-                terms=self.terms,
-                imported=origin.imported,
-            ),
-            replace(tag.parts, optimizer=optimizer, use_xser=bool(chosen.use_xser)),
-            durable=chosen.durable,
-            overwrite=chosen.overwrite,
-            save=origin.opened.save,
-            metrics=metrics_of(origin.opened),
-        )
+            Target(chosen.topology, optimizer, use_xser, partitions=chosen.partitions, stages=chosen.stages),
+            replace(tag.parts, optimizer=optimizer, use_xser=use_xser),
+            imported=origin.imported,
+            terms=self.terms,
+        ).of(origin.opened, chosen)
         return self._described(write_tag(lambda process, processes: job, chosen))
 
     @cached_property

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt.conversion.importing import import_target, outside
-from nxd_ckpt.conversion.inputs import open_as_tag
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import is_tensor
@@ -26,7 +25,7 @@ from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.output.locations import Location
-from nxd_ckpt.output.source import Source, refuse_mixed_ranks
+from nxd_ckpt.output.source import Source, open_as_tag, refuse_mixed_ranks
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names
 from nxd_ckpt.storage.urls import directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles

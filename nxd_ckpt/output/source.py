@@ -15,12 +15,14 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, is_tensor
+from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
 from nxd_ckpt.output.locations import Location, locate_any
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join
 from nxd_ckpt.tag.by_path import ByPath
 from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
+from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
 from nxd_ckpt.tag.foreign.recognise import Program, recognise
 from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
@@ -101,6 +103,19 @@ def open_dcp(place: Location, keys: DcpNames) -> OpenTag:
     storage = place.open()
     files = TagFiles(storage, place.name)
     return OpenTag(storage, place.name, DcpDirectory(files, entries_of(files), keys), None)
+
+
+def open_imported(place: Location, what: ImportTarget) -> HuggingFaceDirectory:
+    """Open the input of an import, with plain numbers of quantized weights. Raises the errors of opening it."""
+    directory = open_weights(place.open(), place.name, what.model_key)
+    directory.dequantize(what.quantization)
+    return directory
+
+
+def open_as_tag(place: Location, what: ImportTarget) -> tuple[OpenTag, ImportedModel]:
+    """Open a Hugging Face directory as the tag that its import on one rank would be. Raises the errors of both."""
+    layout = ImportedFiles(open_imported(place, what), what)
+    return OpenTag(layout.files.storage, place.name, layout, None), layout.model
 
 
 def open_source(place: Location) -> OpenTag:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.hugging_face import Dtype
 from tests.hugging_face.jobs import jobs

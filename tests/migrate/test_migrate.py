@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nxd_ckpt import convert, load_checkpoint, save_checkpoint
-from nxd_ckpt.conversion.job import Converted
+from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, weights, write_config
