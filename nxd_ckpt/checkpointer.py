@@ -34,7 +34,8 @@ from nxd_ckpt.options.checkpointer_options import JobOptions
 from nxd_ckpt.saving.capture import capture
 from nxd_ckpt.saving.options import SaveOptions, understood
 from nxd_ckpt.saving.pending import Failures, PendingSave, SaveProgress, UnfinishedSaves
-from nxd_ckpt.saving.pipeline import Pipeline, StagingPlan, await_decided
+from nxd_ckpt.saving.pipeline import Pipeline, SaveCall, StagingPlan, await_decided
+from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replica_check import refuse_differences
 from nxd_ckpt.saving.save_attempt import SaveAttempt, SaveRequest
 from nxd_ckpt.storage.base import Storage
@@ -166,7 +167,8 @@ class Checkpointer(ClosesUnheld):
             self._in_flight.settle()
             if self._failures.warns:
                 self._in_flight.raise_unreported()
-            attempt = pending.begun(lambda: self._begin(pending, captured, chosen, async_save, started))
+            call = SaveCall(pending, captured, started, async_save, self._failures.warns)
+            attempt = pending.begun(lambda: self._begin(call, chosen))
         if not async_save and attempt is not None:
             await_decided(attempt, pending, shown=self._options.progress and self.topology.rank == 0)
         return pending.future
@@ -302,30 +304,18 @@ class Checkpointer(ClosesUnheld):
             agreement, lasting = self._meet(f"{call} (one rank alone: list_checkpoints)"), self._session is not None
             return self._places.ask(agreement, lambda: question(self._places.storages), lasting=lasting)
 
-    def _begin(
-        self,
-        pending: SaveProgress,
-        captured: Callable[[], SaveState],
-        options: SaveOptions,
-        async_save: bool,
-        started: float,
-    ) -> SaveAttempt:
-        """Stage the ``captured`` state and hand it over to the writer thread, which does the rest."""
+    def _begin(self, call: SaveCall, options: SaveOptions) -> SaveAttempt:
+        """Stage the state and hand it over to the writer thread, which does the rest."""
         self._places.settle()
-        planned = None if self._has_saved else self._open(captured, pending.tag)
-        error: BaseException | None = None
-        if planned is None:
-            try:
-                planned = self._pipeline.plan(captured())
-            except BaseException as problem:
-                error = problem
-        assert self._session is not None
-        plan = None if planned is None else planned.plan
-        request = SaveRequest(pending.tag, plan, options, self._places.rules, self._versions, self._places.drains)
-        attempt = SaveAttempt(self._session, request, error, self._pipeline.writers)
-        self._in_flight.add(pending)
-        self._pipeline.run(attempt, planned, pending, started, is_async=async_save, warns=self._failures.warns)
-        return attempt
+
+        def attempt_of(plan: SavePlan | None) -> SaveAttempt:
+            assert self._session is not None
+            tag, places = call.pending.tag, self._places
+            request = SaveRequest(tag, plan, options, places.rules, self._versions, places.drains)
+            self._in_flight.add(call.pending)
+            return SaveAttempt(self._session, request, self._pipeline.writers)
+
+        return self._pipeline.save(call, None if self._has_saved else self._open, attempt_of)
 
     @as_checkpoint_errors()
     @takes()

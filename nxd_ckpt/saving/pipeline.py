@@ -41,6 +41,23 @@ class StagingPlan(NamedTuple):
     waves: Sequence[Wave]
 
 
+class SaveCall(NamedTuple):
+    """A caller's save.
+
+    ``captured`` captures the state; ``started`` is the time of the call. ``warns``: its failure need not be raised.
+    """
+
+    pending: SaveProgress
+    captured: Callable[[], SaveState]
+    started: float
+    is_async: bool
+    warns: bool
+
+
+Agree = Callable[[Callable[[], SaveState], str], StagingPlan | None]
+"""Opens the directory for the first save, of a captured state under that tag; returns its plan if all ranks met."""
+
+
 class Pipeline:
     """Planner and threads of one Checkpointer; each is made when it is first needed.
 
@@ -89,40 +106,48 @@ class Pipeline:
             logger.warning("not all ranks made the saves before %r: it waits for those that come later", tag)
         return None, None
 
-    def run(
-        self,
-        attempt: SaveAttempt,
-        planned: StagingPlan | None,
-        pending: SaveProgress,
-        started: float,
-        *,
-        is_async: bool,
-        warns: bool,
-    ) -> None:
-        """Stage the attempt's state, if it could be ``planned``, and hand over all else to the writer thread.
+    def save(
+        self, call: SaveCall, agree: Agree | None, attempt_of: Callable[[SavePlan | None], SaveAttempt]
+    ) -> SaveAttempt:
+        """Make one save; see "One save" in docs/architecture.md. Returns once the state is staged.
 
-        Raises this rank's own error, unless it ``warns`` of failures. ``started`` is the time of the save's call.
+        Raises this rank's own error, unless it ``warns`` of failures.
         """
-        error = attempt.error
+        pending, error = call.pending, None
+        # 1. Capture, and 2. plan: which files this rank writes. 3. Agree: all ranks, at the first save.
+        planned = None if agree is None else agree(call.captured, pending.tag)
+        if planned is None:
+            planned, error = self._planned(call.captured)
+        attempt = attempt_of(None if planned is None else planned.plan)
+        attempt.error = error
+        # From here on each failure becomes this rank's vote, and so reaches all ranks.
         self.submit(attempt.open)
         try:
+            # 4. Stage, and 5. write: each wave, on the writer thread, once it is staged.
             if planned is not None:
-                self._stage(attempt, planned, pending.awaited if is_async and self._writer.is_thread else None)
+                self._stage(attempt, planned, pending.awaited if call.is_async and self._writer.is_thread else None)
         except BaseException as problem:  # an interrupt too: without this rank's vote the others would wait
             attempt.fail(problem)
             error = problem
         finally:
-            attempt.timings["stage_seconds"] = effects.monotonic() - started
+            attempt.timings["stage_seconds"] = effects.monotonic() - call.started
             pending.staged.set()
-            # This rank's vote tells the others of an error; here its own, more telling one is raised at once. But where
-            # only the copy of an async save failed, the others train on, and so does this rank until all of them wait.
+            # Here this rank's own, more telling error is raised at once. But where only the copy of an async save
+            # failed, the others train on, and so does this rank until all of them wait.
             interrupted = error is not None and not isinstance(error, Exception)
-            at_once = not warns and (planned is None or not is_async)
-            raise_now = error is not None and (at_once or interrupted)
-            pending.reported = raise_now
-            self._finish(attempt, pending, started)
+            at_once = not call.warns and (planned is None or not call.is_async)
+            raise_now = pending.reported = error is not None and (at_once or interrupted)
+            # 6. Vote, and 7. settle: on the writer thread.
+            self._finish(attempt, pending, call.started)
         if error is not None and raise_now:
             raise error
+        return attempt
+
+    def _planned(self, captured: Callable[[], SaveState]) -> tuple[StagingPlan | None, BaseException | None]:
+        try:
+            return self.plan(captured()), None
+        except BaseException as problem:
+            return None, problem
 
     def _stage(self, attempt: SaveAttempt, planned: StagingPlan, awaited: effects.Event | None) -> None:
         """Copy the state into the arena and hand it over, in as many waves as it takes.

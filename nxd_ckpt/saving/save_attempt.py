@@ -83,11 +83,11 @@ class SaveAttempt:
         files: the attempt's files, once it is open. Set for every attempt, also one that failed before.
     """
 
-    def __init__(self, session: Session, request: SaveRequest, error: BaseException | None, threads: Executor) -> None:
+    def __init__(self, session: Session, request: SaveRequest, threads: Executor) -> None:
         self.session = session
         self.request = request
-        self.error = error
         self.threads = threads
+        self.error: BaseException | None = None
         self.tag, self.plan = request.tag, request.plan
         self.timings: dict[str, float] = {}
         self.files: Future[AttemptFiles] = Future()
