@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -48,6 +47,7 @@ from nxd_ckpt.output.model_files import (
     WeightFile,
     config_in,
     index_of,
+    json_file,
     plan_weight_files,
     read_config,
     read_tokenizer,
@@ -339,7 +339,7 @@ class _Job:
             yield adapter_config(adapters.settings, [form.name for form in self._forms], base_model)
         if self.optimizer is not None:
             rest = self.optimizer.renamed(self.renaming.saved)
-            yield ModelFile(OPTIMIZER_DOCUMENT, json.dumps(rest, indent=2).encode() + b"\n")
+            yield ModelFile(OPTIMIZER_DOCUMENT, json_file(rest))
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
         # Without an index some readers take every safetensors file for the model's.
@@ -434,7 +434,7 @@ def _peft_config(opened: OpenTag) -> Mapping[str, Any]:
 def adapter_config(settings: Mapping[str, Any], names: Iterable[str], base_model: Any) -> ModelFile:
     """Return PEFT's adapter_config.json, for adapters with these ``names`` in its file."""
     if _PEFT_TYPE in settings:  # already PEFT's config
-        return ModelFile(_ADAPTER_CONFIG, _as_file(settings))
+        return ModelFile(_ADAPTER_CONFIG, json_file(settings))
     names = [name.removeprefix(PREFIX) for name in names]
     layers = dict.fromkeys(name.partition(".lora_")[0] for name in names if is_adapter(name))
     others = dict.fromkeys(
@@ -450,8 +450,4 @@ def adapter_config(settings: Mapping[str, Any], names: Iterable[str], base_model
         "target_modules": list(layers),
         "modules_to_save": list(others) or None,
     }
-    return ModelFile(_ADAPTER_CONFIG, _as_file(config))
-
-
-def _as_file(config: Mapping[str, Any]) -> bytes:
-    return json.dumps(config, indent=2).encode() + b"\n"
+    return ModelFile(_ADAPTER_CONFIG, json_file(config))

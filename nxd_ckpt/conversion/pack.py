@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tarfile
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from nxd_ckpt.storage.archive.archive_storage import END, MEMBER_LIST, dump_memb
 from nxd_ckpt.storage.archive.unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.progress import Counter, report, watched
+from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.system import sync_file
 from nxd_ckpt.storage.transfer import StoredFile, copy_into
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath
@@ -101,7 +100,6 @@ def to_tar(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
         InvalidArgument: the archive's name has another end, or zstandard is missing.
         TagReplaced: the tag was removed, or saved again, while it was packed; nothing appears.
     """
-    started = time.monotonic()
     if not source.is_tag:
         raise UnsupportedState(
             f"{source.root.path} was written by {source.writer.value}: an archive holds the files of a tag as they "
@@ -122,14 +120,8 @@ def to_tar(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
     done = Converted(source.root.path, target.path, "tar", source.writer.value, nbytes, files=files)
     if chosen.dry_run:
         return done
-    written = Counter()
-    with (
-        output.writing(nbytes),
-        opened.guarded(verified=True),
-        watched("convert", nbytes, lambda: written.nbytes, chosen.progress),
-    ):
+    with output.filled(source, opened, nbytes, chosen.progress, verified=True) as written:
         _write(opened, head, members, nbytes, output, written)
-    report("packed", f"{source.root.path} as {target.path}", nbytes, started)
     return replace(done, nbytes=output.storage.size(target.name))
 
 

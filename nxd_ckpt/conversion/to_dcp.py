@@ -7,12 +7,12 @@ of torch's writer. Values and small tensors share files.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.dcp_names import DcpChunk
+from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.gc_paused import gc_paused
@@ -25,7 +25,6 @@ from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
@@ -59,23 +58,9 @@ def plan_files(state: DcpState) -> list[PlannedFile]:
     for position, (name, tensor) in enumerate(state.tensors.items(), len(entries)):
         chunk = DcpChunk(tensor.path, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor.shape)
         entries.append(_Entry(position, state.leaf(name), chunk, tensor.nbytes))
-    large = ([entry] for entry in entries if entry.nbytes >= _LARGE)
-    groups = [*_grouped(entry for entry in entries if entry.nbytes < _LARGE), *large]
+    ordered = sorted(entries, key=lambda entry: entry.nbytes >= _LARGE)
+    groups = neighbours(ordered, lambda entry: entry.nbytes, _LARGE)
     return [_file(f"__0_{number}.distcp", group) for number, group in enumerate(groups)]
-
-
-def _grouped(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-    """Yield groups of neighbours of about `_LARGE` bytes."""
-    group: list[_Entry] = []
-    nbytes = 0
-    for entry in entries:
-        group.append(entry)
-        nbytes += entry.nbytes
-        if nbytes >= _LARGE:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group
 
 
 def _file(key: str, entries: Sequence[_Entry]) -> PlannedFile:
@@ -111,24 +96,17 @@ def to_dcp(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
 
 def write_dcp(state: DcpState, output: Output, source: Source, chosen: ConvertOptions) -> Converted:
     """Write ``state`` as ``output``. Errors of reading its tensors pass."""
-    started, opened = time.monotonic(), state.opened
+    opened = state.opened
     with opened.guarded(), gc_paused():
         files = plan_files(state)
     nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
     done = Converted(source.root.path, output.place.path, chosen.to or "dcp", source.writer.value, nbytes)
     if chosen.dry_run:
         return done
-    written = Counter()
-    planned = sum(file.image.nbytes for file in files)
-    with output.writing(planned):
-        with (
-            opened.guarded(),
-            watched("convert", planned, lambda: written.nbytes, chosen.progress),
-            opened.reader() as reader,
-        ):
+    with output.filled(source, opened, sum(file.image.nbytes for file in files), chosen.progress) as written:
+        with opened.reader() as reader:
             [writer] = write_images(reader, output.storage, output.folder, [files], written.add)
         output.write(METADATA, dump_metadata(writer.chunks()))
-    report("converted", f"{source.root.path} to {output.place.path}", nbytes, started)
     return done
 
 

@@ -5,9 +5,7 @@ Names and contents of the files are those of OLMo-core's ``unshard_checkpoint``.
 
 from __future__ import annotations
 
-import json
 import re
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +13,7 @@ from typing import Any, cast, get_args
 
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.option_classes import Options
-from nxd_ckpt.core.units import AnySize, bytes_of
+from nxd_ckpt.core.units import AnySize, bytes_of, neighbours
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors, map_tensors
@@ -23,13 +21,13 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.options.conversion import ConvertOptions, Strategy, StrategyName
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import locate_apart
-from nxd_ckpt.output.model_files import WeightFile
+from nxd_ckpt.output.model_files import WeightFile, index_file, json_file
 from nxd_ckpt.output.output import Output, OutputKind
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.storage.progress import Counter, report, watched
+from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -138,22 +136,21 @@ def files_of(part: str, items: Sequence[Item], strategy: Strategy, extension: st
     if strategy.name == PER_TENSOR:
         names = _distinct(f"{part}.{item.name}" for item in items)
         return [UnshardedFile(f"{part}/{name}.{extension}", (item,)) for name, item in zip(names, items, strict=True)]
-    chunks = _chunks(items, bytes_of(strategy.chunk_size_bytes or "", "chunk_size_bytes"))
+    limit = bytes_of(strategy.chunk_size_bytes or "", "chunk_size_bytes")
+    chunks = neighbours(items, lambda item: item.nbytes, limit)
     return [UnshardedFile(f"{part}/chunk-{number:05d}.{extension}", chunk) for number, chunk in enumerate(chunks)]
 
 
 def index_of(files: Sequence[UnshardedFile]) -> bytes:
     """Return the index of the file of each item, by flattened name, in the form of Hugging Face's index."""
-    total = sum(item.nbytes for file in files for item in file.items)
     places = {item.name: file.key.rpartition("/")[2] for file in files for item in file.items}
-    document = {"metadata": {"total_size": total}, "weight_map": places}
-    return json.dumps(document, indent=2).encode() + b"\n"
+    return index_file(places, sum(item.nbytes for file in files for item in file.items))
 
 
 def json_of(items: Iterable[Item], part: str) -> bytes:
     """Return values that are no tensors as nested JSON. Raises UnsupportedState for values without a JSON form."""
     try:
-        return json.dumps(nested(items), indent=2).encode() + b"\n"
+        return json_file(nested(items))
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedState(
             f"{part}: it holds values that JSON cannot hold ({error}); write .pt files (use_safetensors=False)"
@@ -169,21 +166,6 @@ def nested(items: Iterable[Item]) -> dict[Any, Any]:
             inner = inner.setdefault(key, {})
         inner[item.path[-1]] = item.value
     return tree
-
-
-def _chunks(items: Iterable[Item], limit: int) -> Iterator[tuple[Item, ...]]:
-    """Yield neighbouring items of at most ``limit`` bytes together, or one larger item."""
-    chunk: list[Item] = []
-    nbytes = 0
-    for item in items:
-        size = item.nbytes
-        if chunk and nbytes + size > limit:
-            yield tuple(chunk)
-            chunk, nbytes = [], 0
-        chunk.append(item)
-        nbytes += size
-    if chunk:
-        yield tuple(chunk)
 
 
 def _distinct(names: Iterable[str]) -> Iterator[str]:
@@ -224,7 +206,6 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
         TopologyMismatch, OptimizerMismatch: a tensor's cut, or its parameter's name, is not known.
         UnsupportedState: safetensors cannot hold a value.
     """
-    started = time.monotonic()
     strategy = _strategy(chosen.unshard_strategy, chosen.size_per_shard)
     target = locate_apart(dst, source.place, chosen.written_with)
     opened = source.open() if opened is None else opened
@@ -240,11 +221,9 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
     done = Converted(*paths, sum(files.values()), files=files)
     if chosen.dry_run:
         return done
-    written = Counter()
-    with output.writing(nbytes), opened.guarded(), watched("convert", nbytes, lambda: written.nbytes, chosen.progress):
+    with output.filled(source, opened, nbytes, chosen.progress) as written:
         for part in reversed(parts):  # on a store the model, which readers look for, comes last
             part.write(output, written)
-    report("converted", f"{source.root.path} to {target.path}", nbytes, started)
     return done
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from nxd_ckpt.core.arguments import Kind, at_least_1, number, plain_value, scalar, whole_number
+
+T = TypeVar("T")
 
 _SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -124,3 +126,18 @@ def short_topology(sizes: Mapping[str, int | None] | None) -> str:
     if sizes is None:
         return "?"
     return topology({name: number for name, number in sizes.items() if number != 1}) or "1 rank"
+
+
+def neighbours(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[tuple[T, ...]]:
+    """Yield neighbouring items of at most ``limit`` bytes together, or one larger item."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if group and total + size > limit:
+            yield tuple(group)
+            group, total = [], 0
+        group.append(item)
+        total += size
+    if group:
+        yield tuple(group)

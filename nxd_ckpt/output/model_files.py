@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +19,11 @@ import torch
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.output.output import matches
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
@@ -96,7 +97,7 @@ def read_tokenizer(path: str, options: StorageOptions | None) -> list[ModelFile]
     """
     storage, folder = _open(path, options)
     names = [name for name in _names(storage, folder) if _is_copied(name)]
-    if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZER):
+    if not any(matches(name, _TOKENIZER) for name in names):
         raise InvalidArgument(f"tokenizer {path}: expected a directory with a tokenizer's files, found none there")
     outside = [name for name in names if _leads_out(storage, folder, name)]
     large = [name for name in names if name not in outside and storage.size(_key(folder, name)) > _LARGEST]
@@ -117,10 +118,7 @@ def _names(storage: Storage, folder: str) -> Iterator[str]:
 
 
 def _is_copied(name: str) -> bool:
-    def matches(pattern: str) -> bool:
-        return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
-
-    return any(map(matches, (*_COPIED, *_TOKENIZER))) and not any(map(matches, (*_NOT_COPIED, *_WEIGHTS)))
+    return matches(name, (*_COPIED, *_TOKENIZER)) and not matches(name, (*_NOT_COPIED, *_WEIGHTS))
 
 
 def _leads_out(storage: Storage, folder: str, name: str) -> bool:
@@ -140,9 +138,14 @@ def config_in(files: Iterable[ModelFile], where: str = CONFIG) -> dict[str, Any]
     return document.small(content, where)
 
 
+def json_file(content: Any) -> bytes:
+    """Return a JSON file for people. Raises TypeError, ValueError or RecursionError for values without a JSON form."""
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
 def with_config(files: Iterable[ModelFile], config: Mapping[str, Any]) -> list[ModelFile]:
     """Return the files with this config.json."""
-    content = json.dumps(config, indent=2).encode() + b"\n"
+    content = json_file(config)
     return [ModelFile(file.name, content if file.name == CONFIG else file.content) for file in files]
 
 
@@ -160,7 +163,7 @@ def _retyped(file: ModelFile, dtype: str) -> ModelFile:
     plain = without_quantization(config)
     if not dtypes and plain == config:
         return file
-    return ModelFile(file.name, json.dumps({**plain, **dtypes}, indent=2).encode() + b"\n")
+    return ModelFile(file.name, json_file({**plain, **dtypes}))
 
 
 def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:
@@ -201,19 +204,12 @@ def plan_weight_files(forms: Sequence[TensorForm], size_per_shard: int, single: 
 
     ``single`` is the name of a single file. Raises UnsupportedState for a dtype that such files cannot hold.
     """
-    groups: list[list[TensorForm]] = [[]]
-    nbytes = 0
-    for form in forms:
-        if groups[-1] and nbytes + form.nbytes > size_per_shard:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(form)
-        nbytes += form.nbytes
-    if len(groups) == 1:
-        return [WeightFile(single, tuple(groups[0]))]
+    groups = list(neighbours(forms, lambda form: form.nbytes, size_per_shard))
+    if len(groups) < 2:
+        return [WeightFile(single, tuple(forms))]
     stem, suffix = single.split(".")
     return [
-        WeightFile(f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}", tuple(group))
+        WeightFile(f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}", group)
         for number, group in enumerate(groups, 1)
     ]
 
@@ -221,6 +217,9 @@ def plan_weight_files(forms: Sequence[TensorForm], size_per_shard: int, single: 
 def index_of(files: Sequence[WeightFile]) -> bytes:
     """Return the index file: the file of each tensor."""
     total = sum(form.nbytes for file in files for form in file.forms)
-    places = {form.name: file.name for file in files for form in file.forms}
-    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    return json.dumps(document, indent=2).encode() + b"\n"
+    return index_file({form.name: file.name for file in files for form in file.forms}, total)
+
+
+def index_file(places: Mapping[str, str], nbytes: int) -> bytes:
+    """Return Hugging Face's index of tensors of ``nbytes`` bytes: the file of each."""
+    return json_file({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))})

@@ -8,6 +8,7 @@ single file) comes last. A lease keeps other processes from writing it meanwhile
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
+from nxd_ckpt.output.source import Source
 from nxd_ckpt.storage.base import DirEntry, can_rename
+from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
+from nxd_ckpt.tag.opened import OpenTag
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -41,10 +45,11 @@ class OutputKind:
         """Return those of the ``files`` of a directory that no directory of this kind has."""
         is_one = any(fnmatchcase(file, self.patterns[0]) for file in files)
         patterns = (*self.patterns, *self.beside) if is_one else self.patterns
-        return [file for file in files if not _matches(file, patterns)]
+        return [file for file in files if not matches(file, patterns)]
 
 
-def _matches(file: str, patterns: Sequence[str]) -> bool:
+def matches(file: str, patterns: Sequence[str]) -> bool:
+    """Return whether a file is one of the patterns, which do not reach into other directories."""
     return any(file.count("/") == pattern.count("/") and fnmatchcase(file, pattern) for pattern in patterns)
 
 
@@ -92,6 +97,20 @@ class Output:
             tell_room(error, self.storage.url, nbytes)
             self.discard()
             raise
+
+    @contextmanager
+    def filled(
+        self, source: Source, opened: OpenTag, nbytes: int, progress: bool, *, verified: bool = False
+    ) -> Iterator[Counter]:
+        """Write in this context what was ``opened`` of the source, and count its bytes; see `writing` and `guarded`."""
+        started, written = time.monotonic(), Counter()
+        with (
+            self.writing(nbytes),
+            opened.guarded(verified=verified),
+            watched("convert", nbytes, lambda: written.nbytes, progress),
+        ):
+            yield written
+        report("converted", f"{source.root.path} to {self.place.path}", written.nbytes, started)
 
     def begin(self) -> None:
         """Make room: remove the rest of an interrupted output, and on a store the output to be replaced.
