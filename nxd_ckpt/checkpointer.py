@@ -167,8 +167,7 @@ class Checkpointer(ClosesUnheld):
             self._in_flight.settle()
             if self._failures.warns:
                 self._in_flight.raise_unreported()
-            call = SaveCall(pending, captured, started, async_save, self._failures.warns)
-            attempt = pending.begun(lambda: self._begin(call, chosen))
+            attempt = pending.begun(lambda: self._begin(SaveCall(pending, captured, started, async_save), chosen))
         if not async_save and attempt is not None:
             await_decided(attempt, pending, shown=self._options.progress and self.topology.rank == 0)
         return pending.future

@@ -22,7 +22,7 @@ from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.conversion.tag_job import Input, Job
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, in_turns, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import names
 from nxd_ckpt.core.topology import Topology
@@ -112,32 +112,13 @@ def _claimed(job: Job, agreement: Agreement, timeout: float, workers: WorkerPool
 
 
 def _written(save: CollectedSave, agreement: Agreement, workers: WorkerPool, ranks: range) -> list[Vote]:
-    """Write these ranks, and return the votes on all, by rank, on process 0.
-
-    A failure of any process ends the turn of all, in which each writes a group of ranks.
-    """
+    """Write these ranks, and return the votes on all, by rank, on process 0."""
     on_all(agreement, lambda: save.session.storage.make_dir(save.publication.folder))
-    writes, votes = workers.write(ranks, save.publication), list[Vote]()
-    for turn in range(decided_by_rank0(agreement, lambda: len(writes))):
-        try:
-            votes += on_all(agreement, partial(_votes_of, workers, writes[turn : turn + 1]))
-        except CheckpointError as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):
-                raise error.__cause__ from None
-            raise
-    texts = agreement.gather([dump(vote).decode() for vote in votes]) or ()
+    writes = workers.write(ranks, save.publication)
+    votes = in_turns(agreement, [partial(workers.result, write) for write in writes])
+    texts = agreement.gather([dump(vote).decode() for own in votes for vote in own]) or ()
     every = (load_vote(text.encode(), "a vote of this conversion") for own in texts for text in own)
     return sorted(every, key=lambda vote: vote.rank)
-
-
-def _votes_of(workers: WorkerPool, writes: Sequence[Future[list[Vote]]]) -> list[Vote]:
-    """Return the votes on ranks that are being written. An interrupt becomes an error: all processes must hear of it.
-    """
-    try:
-        return [vote for write in writes for vote in workers.result(write)]
-    except KeyboardInterrupt as interrupt:
-        workers.close()
-        raise CheckpointError("interrupted") from interrupt
 
 
 def _commit(save: CollectedSave, job: Job, votes: Sequence[Vote]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.conversion.result import Converted, ConvertedTensor
-from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, in_turns, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
@@ -361,9 +361,7 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
     nbytes, written = sum(file.image.nbytes for file in mine), Counter()
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
-            for turn in range(-(-len(job.weight_files) // agreement.world_size)):
-                # One file each at a time, so that no process waits for others longer than one file takes.
-                on_all(agreement, partial(_write_files, job, output, mine[turn : turn + 1], written))
+            in_turns(agreement, [partial(_write_file, job, output, file, written) for file in mine])
         decided_by_rank0(agreement, lambda: _finish(job, output))
     except BaseException:
         if agreement.rank == 0:
@@ -371,10 +369,9 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
         raise
 
 
-def _write_files(job: _Job, output: Output, files: Sequence[WeightFile], written: Counter) -> None:
+def _write_file(job: _Job, output: Output, file: WeightFile, written: Counter) -> None:
     with job.opened.guarded(), job.opened.reader() as reader:
-        planned = [job.planned(file) for file in files]
-        write_images(reader, output.storage, output.folder, [planned], written.add)
+        write_images(reader, output.storage, output.folder, [[job.planned(file)]], written.add)
 
 
 def _finish(job: _Job, output: Output) -> None:

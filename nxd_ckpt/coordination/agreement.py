@@ -11,8 +11,9 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from nxd_ckpt import effects, errors
@@ -291,6 +292,29 @@ def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
         rank, name, message = failed
         raise errors.from_wire(name, message, rank) from own
     return result
+
+
+def in_turns(agreement: Agreement, steps: Sequence[Callable[[], T]]) -> list[T]:
+    """Run this rank's steps one after the other, and return their results; rank 0 has as many as any rank.
+
+    A failure of any rank ends the turn of all, so that none waits longer than one step takes. So does an interrupt.
+    """
+    results: list[T] = []
+    for turn in range(decided_by_rank0(agreement, lambda: len(steps))):
+        try:
+            results += on_all(agreement, partial(_results, steps[turn : turn + 1]))
+        except CheckpointError as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise error.__cause__ from None
+            raise
+    return results
+
+
+def _results(steps: Sequence[Callable[[], T]]) -> list[T]:
+    try:
+        return [step() for step in steps]
+    except KeyboardInterrupt as interrupt:
+        raise CheckpointError("interrupted") from interrupt  # for the others
 
 
 def _explains(name: str) -> int:

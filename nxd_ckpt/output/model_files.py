@@ -217,9 +217,10 @@ def plan_weight_files(forms: Sequence[TensorForm], size_per_shard: int, single: 
 def index_of(files: Sequence[WeightFile]) -> bytes:
     """Return the index file: the file of each tensor."""
     total = sum(form.nbytes for file in files for form in file.forms)
-    return index_file({form.name: file.name for file in files for form in file.forms}, total)
+    places = {form.name: file.name for file in files for form in file.forms}
+    return index_file(dict(sorted(places.items())), total)
 
 
 def index_file(places: Mapping[str, str], nbytes: int) -> bytes:
     """Return Hugging Face's index of tensors of ``nbytes`` bytes: the file of each."""
-    return json_file({"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(places.items()))})
+    return json_file({"metadata": {"total_size": nbytes}, "weight_map": places})

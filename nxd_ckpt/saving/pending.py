@@ -102,6 +102,11 @@ class SaveProgress:
         self.future = PendingSave(self)
 
     @property
+    def warns(self) -> bool:
+        """True if its failure need not be raised."""
+        return self._failures.warns
+
+    @property
     def unreported(self) -> bool:
         """True if it failed, and the failure is still to be raised."""
         return self.error is not None and not self.reported and not self.tolerated

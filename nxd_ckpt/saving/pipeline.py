@@ -44,14 +44,13 @@ class StagingPlan(NamedTuple):
 class SaveCall(NamedTuple):
     """A caller's save.
 
-    ``captured`` captures the state; ``started`` is the time of the call. ``warns``: its failure need not be raised.
+    ``captured`` captures the state; ``started`` is the time of the call.
     """
 
     pending: SaveProgress
     captured: Callable[[], SaveState]
     started: float
     is_async: bool
-    warns: bool
 
 
 Agree = Callable[[Callable[[], SaveState], str], StagingPlan | None]
@@ -111,7 +110,7 @@ class Pipeline:
     ) -> SaveAttempt:
         """Make one save; see "One save" in docs/architecture.md. Returns once the state is staged.
 
-        Raises this rank's own error, unless it ``warns`` of failures.
+        Raises this rank's own error, unless failures are warned of.
         """
         pending, error = call.pending, None
         # 1. Capture, and 2. plan: which files this rank writes. 3. Agree: all ranks, at the first save.
@@ -135,7 +134,7 @@ class Pipeline:
             # Here this rank's own, more telling error is raised at once. But where only the copy of an async save
             # failed, the others train on, and so does this rank until all of them wait.
             interrupted = error is not None and not isinstance(error, Exception)
-            at_once = not call.warns and (planned is None or not call.is_async)
+            at_once = not pending.warns and (planned is None or not call.is_async)
             raise_now = pending.reported = error is not None and (at_once or interrupted)
             # 6. Vote, and 7. settle: on the writer thread.
             self._finish(attempt, pending, call.started)
