@@ -297,7 +297,7 @@ def on_all(agreement: Agreement, step: Callable[[], T]) -> T:
 def in_turns(agreement: Agreement, steps: Sequence[Callable[[], T]]) -> list[T]:
     """Run this rank's steps one after the other, and return their results; rank 0 has as many as any rank.
 
-    A failure of any rank ends the turn of all, so that none waits longer than one step takes. So does an interrupt.
+    A failure or interrupt of any rank ends the turn of all, so that none waits longer than one step takes.
     """
     results: list[T] = []
     for turn in range(decided_by_rank0(agreement, lambda: len(steps))):
