@@ -33,7 +33,7 @@ from nxd_ckpt.tag.opened import OpenTag
 
 MODEL, OPTIM = "model", "optim"
 INDEX = "index.json"
-STRATEGIES = ONE_FILE, PER_TENSOR, CHUNKS = get_args(StrategyName)
+ONE_FILE, PER_TENSOR, CHUNKS = get_args(StrategyName)
 
 _LONGEST = 200
 """Characters of a tensor's name in a file's name; file systems allow 255 bytes."""

@@ -149,11 +149,6 @@ def seconds_until_after(end: float, now: float) -> float:
     return begin - now
 
 
-def same_time(a: float, b: float) -> bool:
-    """Return True for equal times in microseconds: file systems with finer times round differently."""
-    return abs(a - b) * _PER_SECOND < 0.75
-
-
 def order_text(order_time: float) -> str:
     """Return an order time as text for the ``done`` marker of an object store."""
     return f"{order_time:.0f}" if order_time == int(order_time) else f"{order_time:.6f}"

@@ -23,7 +23,6 @@ from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention_rules import Last
-from nxd_ckpt.core.tags import same_time
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
@@ -129,7 +128,7 @@ def test_a_tag_is_later_than_all_before(disk: LocalStorage, monkeypatch: pytest.
     prepared(disk, TP)
     order_time = committed(disk, TP, votes(TP)).order_time
     assert (5000.000001, 1000.25) == (order_time, clock[0])
-    assert same_time(order_time, disk.time(f"{TAG}/done"))
+    assert pytest.approx(order_time, abs=1e-6) == disk.time(f"{TAG}/done")
     disk.set_time("other/done", 5001.0)
     clock[0] = 5000.5
     prepared(disk, TP)
