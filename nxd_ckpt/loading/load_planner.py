@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +21,10 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
 from nxd_ckpt.core.renaming import NOT_LIVE
-from nxd_ckpt.errors import OptimizerMismatch, PartLost, PartNotFound
+from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
-from nxd_ckpt.formats.tensors import Assembly, form_of, is_tensor
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, is_tensor
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter
 from nxd_ckpt.live.optimizer_types import check_class
@@ -33,13 +34,13 @@ from nxd_ckpt.loading.load_context import LoadContext
 from nxd_ckpt.loading.mapped_weights import MappedWeights
 from nxd_ckpt.loading.parts import require_kinds
 from nxd_ckpt.loading.rank_state import rank_state
-from nxd_ckpt.loading.tied import refuse_unequal_ties, unequal_ties
 from nxd_ckpt.loading.trees import LoadTrees, local_tree, part_of
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import check_partitions
 from nxd_ckpt.reshard.saved_optimizer import is_number
+from nxd_ckpt.tag.equality import are_equal
 from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 
 logger = logging.getLogger("nxd_ckpt")
@@ -448,3 +449,40 @@ class LoadPlanner:
         """True if the live names of all master weights are known: then no others were trained."""
         are_named = not any(map(is_number, self._context.state.optimizer.slots))
         return are_named and self._model is not None and bool(self._model.names())
+
+
+def refuse_unequal_ties(
+    where: str,
+    tree: Mapping[str, object],
+    aliases: Callable[[str], Sequence[str]],
+    reader: Callable[[], AbstractContextManager[LeafReader]],
+) -> None:
+    """Check that the tensors of ``tree`` under the names of one live tensor (``aliases``) are equal.
+
+    Raises:
+        IncompatibleState: two tensors differ, of which a load would drop one.
+    """
+    for first, name in unequal_ties(tree, aliases, reader):
+        raise IncompatibleState(
+            f"{where} holds different values for model/{first} and model/{name}, which are one tied tensor in the live "
+            f"model; build the model without that tie, or choose one: ignore_keys=['model/{name}'] loads model/{first}"
+            f", ignore_keys=['model/{first}'] the other one"
+        )
+
+
+def unequal_ties(
+    tree: Mapping[str, object],
+    aliases: Callable[[str], Sequence[str]],
+    reader: Callable[[], AbstractContextManager[LeafReader]],
+) -> Iterator[tuple[str, str]]:
+    """Yield pairs of tied names under which ``tree`` has different tensors (`are_equal`)."""
+    for name, leaf in tree.items():
+        names = aliases(name)
+        if len(names) < 2:
+            continue
+        first = next((alias for alias in names if alias in tree), name)
+        first_leaf = tree[first]
+        if first == name or not isinstance(leaf, (TensorStub, Assembly)):
+            continue
+        if isinstance(first_leaf, (TensorStub, Assembly)) and not are_equal(first_leaf, leaf, name, reader):
+            yield first, name

@@ -16,16 +16,18 @@ from nxd_ckpt.conversion.to_files import to_files
 from nxd_ckpt.conversion.to_hf import are_converted, to_hf
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.heads import HARDWARE
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState
+from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride
 from nxd_ckpt.gc_paused import gc_paused
-from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
+from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
+from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapping import ModelMapping
-from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, text_config
+from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, shipped_mappings, text_config
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.hugging_face.torchtitan_names import TorchTitanNames
 from nxd_ckpt.loading.load_attempt import RenamedTag
-from nxd_ckpt.migrate.family import completed, refuse_other_model
 from nxd_ckpt.migrate.source import find_origin
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import locate_apart, locate_output
@@ -37,6 +39,7 @@ from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
 from nxd_ckpt.tag.foreign.recognise import Program
+from nxd_ckpt.tag.opened import OpenTag
 
 
 class Translation:
@@ -220,3 +223,48 @@ class Translation:
 
 _TORCHTITAN = DcpNames(model="", optim="optimizer", flat_optimizer=True, content="")
 """Names of the state dict that TorchTitan's trainer saves."""
+
+
+def completed(mapping: ModelMapping, config: Mapping[str, Any]) -> ModelMapping:
+    """Return a checkpoint's own ``mapping`` with ties, and names of sizes, of the family of config.json."""
+    family = _family(mapping, config)
+    if family is None:
+        return mapping
+    keys, tied = {**family.keys, **mapping.keys}, {**family.tied, **mapping.tied}
+    return replace(mapping, keys=keys, tied=tied, ties=family.ties)
+
+
+def refuse_other_model(opened: OpenTag, terms: HuggingFaceTerms) -> None:
+    """Check a checkpoint whose own names are Hugging Face's by the shipped mapping for its config.json.
+
+    Nothing but the number of layers and experts is checked of a model with tensors that this mapping lacks, such as a
+    classifier.
+
+    Raises the errors of `ImportedModel.state`.
+    """
+    family = _family(terms.mapping, terms.sizes.config)
+    if family is None:
+        return
+    packed = () if terms.torchtitan is None else terms.torchtitan.packed
+    own = replace(terms.mapping, packed=tuple(each for each in terms.mapping.packed if each not in packed))
+    tag = HuggingFaceTag(opened, HuggingFaceTerms(own, terms.sizes, optimizer=False))
+    sizes = family.sizes(terms.sizes.config, 1, "trn1")
+    model = ImportedModel(_Forms(tag), ImportTarget(Topology(), family, sizes))
+    if not model.selection.unknown:
+        model.state(Topology())
+
+
+def _family(mapping: ModelMapping, config: Mapping[str, Any]) -> ModelMapping | None:
+    """Return the shipped mapping for config.json; None without, and if ``mapping`` is shipped itself."""
+    shipped = shipped_mappings()
+    if mapping.name in shipped:
+        return None
+    return next((each for each in shipped.values() if config.get("model_type") in each.model_types), None)
+
+
+class _Forms(TagTensors):
+    """The tag's tensors, of which only names, shapes and dtypes are true: their parts are not looked for."""
+
+    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
+        leaf = super().tensor(name, tied)
+        return TensorStub("", 0, leaf.dtype, leaf.shape, contiguous_stride(leaf.shape), StorageSpan(name, 0, 0, None))
