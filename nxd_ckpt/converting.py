@@ -25,6 +25,7 @@ from nxd_ckpt.options.execution import OutputOptions
 from nxd_ckpt.output.locations import location_of, refuse_inside
 from nxd_ckpt.output.source import Source, find_source
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath, is_url, join, local_path
+from nxd_ckpt.tag.by_path import WEIGHT_FILES
 from nxd_ckpt.tag.foreign.recognise import Program
 
 Write = Callable[[Source, StrPath, ConvertOptions], Converted]
@@ -115,6 +116,11 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
             "for one with transformers' own"
         )
     _refuse_others(chosen, form, names)
+    if form == "files" and os.fspath(dst).endswith(WEIGHT_FILES):
+        raise InvalidArgument(
+            f"output {os.fspath(dst)} is named as one file, but to='files' makes a directory of the files of model and "
+            "optimizer: pass the directory's name, without the ending"
+        )
     # Ranks' files may be below the path that was passed, and the rest of the checkpoint beside them.
     refuse_inside(source.root, location_of(dst, "output", chosen.written_with))
     has_keys = (chosen.model_key, chosen.optim_key) != (None, None) and source.writer in _OF_DCP

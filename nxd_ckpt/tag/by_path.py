@@ -31,7 +31,7 @@ logger = logging.getLogger("nxd_ckpt")
 _INDEX = ".index.json"
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of the names of files that torch.save wrote."""
-_FILES = (".safetensors", *OF_TORCH)
+WEIGHT_FILES = (".safetensors", *OF_TORCH)
 _ZIP = b"PK\x03\x04"
 
 
@@ -127,6 +127,6 @@ def _may_be_one(storage: Storage, key: str) -> bool:
     if not storage.is_file(key):
         return False
     beginning = bytearray(min(len(_ZIP), storage.size(key)))
-    if not key.endswith(_FILES):
+    if not key.endswith(WEIGHT_FILES):
         storage.read_into(key, 0, memoryview(beginning))
-    return key.endswith(_FILES) or beginning == _ZIP
+    return key.endswith(WEIGHT_FILES) or beginning == _ZIP
