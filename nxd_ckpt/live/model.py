@@ -454,7 +454,8 @@ class ModuleModel(ModelAdapter):
     def _owner(self, name: str) -> torch.nn.Module:
         name = self._inner_name(name)
         owner: torch.nn.Module = self._root.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
-        return owner
+        # torch-xla's FSDP gives the module whose parameters it flattens the name of what flattens them.
+        return owner._modules.get("_fpw_module") or owner
 
     def check_writable(self, name: str) -> None:
         if _is_extra_state(name):

@@ -79,13 +79,27 @@ def test_resumed_shards_are_the_uninterrupted_ones(xla_ranks: RankPool, names: l
     assert [[]] * 4 == xla_ranks.run(_on_xla, names)
 
 
+class _Seen(torch.nn.Sequential):
+    """Layers with extra state of this rank, another one in the objects that are loaded into."""
+
+    seen = 0
+
+    def get_extra_state(self) -> int:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
 def _flat_shards() -> Any:
     """torch-xla's FSDP, whose shards are plain tensors."""
     import torch_xla
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
+    seen = torch.initial_seed() + dist.get_rank()
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6)).to(torch_xla.device())
+    layers = _Seen(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6)).to(torch_xla.device())
+    layers.seen = seen
     model = XlaFullyShardedDataParallel(layers, compute_dtype=torch.float32)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
