@@ -37,7 +37,7 @@ from nxd_ckpt.loading.overwriting import overwriting
 from nxd_ckpt.loading.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
-from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path
+from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path, with_given_model
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import TagCopy, TagSource, choose_nearest
@@ -158,6 +158,8 @@ def _opened(storage: Storage, source: TagSource, request: LoadRequest, opens: Op
     with gc_paused():
         opened = opens(cache or storage, source.tag, trust_pickle=options.trust_pickle)
         _require_attempt(opened, source.attempt)
+        if request.model is not None:
+            opened = with_given_model(opened, options.verify is not False and request.agreement.rank == 0)
         with opened.guarded(verified=opened.is_one_save):  # else it is looked at once more when all is prepared
             attempt = LoadAttempt(opened, settled, cache)
             if not attempt.filtered:

@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidTag
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.urls import (
     ARCHIVES,
     StorageOptions,
@@ -23,8 +25,10 @@ from nxd_ckpt.tag.choosing import choose
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.foreign.hugging_face_directory import WeightsLayout, open_weights
 from nxd_ckpt.tag.foreign.recognise import Program, open_as, recognise
+from nxd_ckpt.tag.foreign.weight_files import has_weights
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.payload import PayloadFile
+from nxd_ckpt.tag.verification import verify_file
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -120,6 +124,25 @@ def find_by_path(storage: Storage, key: str) -> ByPath | None:
     except (CheckpointNotFound, InvalidTag, FileNotFoundError):
         return None
     return ByPath(what.tag, what.writer.value)
+
+
+def with_given_model(opened: OpenTag, verifies: bool) -> OpenTag:
+    """Return a tag whose model is among the files that its save was given, as one with that model; others unchanged.
+
+    A trainer's tag holds optimizer and scheduler, and the weights as the trainer writes them. If it ``verifies``, their
+    files are compared with the manifest, since they have no digests of their own. Raises PartNotFound, MalformedFile
+    and DigestMismatch for such files.
+    """
+    manifest = opened.manifest
+    if manifest is None or manifest.parts.model or not has_weights(manifest.guests):
+        return opened
+    memory = memoryview(bytearray(CRC_BLOCK if verifies else 0))
+    for file, entry in manifest.guests.items() if verifies else ():
+        if has_weights([file]):
+            verify_file(opened.storage, f"{opened.tag}/{file}", entry, memory, Counter())
+    return OpenTag(
+        opened.storage, opened.tag, WeightsLayout(open_weights(opened.storage, opened.tag)), None, opened.identity
+    )
 
 
 def _may_be_one(storage: Storage, key: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from examples.train_transformers import main
-from nxd_ckpt import list_checkpoints, open_checkpoint
+from nxd_ckpt import list_checkpoints, load_checkpoint, open_checkpoint
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -71,6 +71,29 @@ def test_a_checkpoint_is_hugging_faces_and_a_tag(whole: Any) -> None:
     for name in names(directory):
         assert ((), ()) == ((found := verify_checkpoint(directory / name)).problems, found.guests)
     assert not (directory / "checkpoint-4" / "optimizer.pt").exists()
+
+
+def test_a_checkpoint_loads_its_model_and_optimizer(saved: Path) -> None:
+    """Without the trainer, from a tag whose model is a file that the trainer wrote."""
+    expected = Tiny.from_pretrained(saved)
+    for by_path in (True, False):
+        model = Tiny(TinyConfig())
+        groups = [[each for each in model.parameters() if (each.dim() > 1) is decays] for decays in (True, False)]
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        where, tag = (saved, None) if by_path else (saved.parent, saved.name)
+        load_checkpoint(where, tag, model=model, optimizer=optimizer)
+        for name, value in expected.state_dict().items():
+            assert torch.equal(value, model.state_dict()[name])
+        assert [entries["step"].item() for entries in optimizer.state_dict()["state"].values()] == [2] * 4
+    flip(saved / "model.safetensors")
+    with pytest.raises(DigestMismatch, match=r"model\.safetensors"):
+        load_checkpoint(saved.parent, saved.name, model=Tiny(TinyConfig()))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from nxd_ckpt.core import document
+from nxd_ckpt.core import document, names
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub
@@ -37,6 +38,8 @@ _MODELS = ("model", "modeling")
 _COLOSSALAI = "pytorch_optim.bin.index.json"
 _BESIDE = ("optimizer.pt", "optimizer.bin", OPTIMIZER_DOCUMENT)
 """Files of an optimizer that show nothing without a model beside them."""
+_OF_A_TAG = names.optimizer_file(Topology(), Coordinates(), "plain")
+"""The optimizer of a tag whose model is the trainer's file."""
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin", "lr_scheduler", "scheduler")
 _CONTENTS = ("trainer_state.json", "running_states.json")
 
@@ -46,7 +49,7 @@ Read = Callable[[], dict[str, Any]]
 
 def is_present(files: TagFiles) -> bool:
     """Return whether the directory holds such files, and no model in Hugging Face's form."""
-    own = {_MODEL, "model/index.json", *_OPTIMIZERS}.difference(_BESIDE)
+    own = {_MODEL, "model/index.json", *_OPTIMIZERS}.difference(_BESIDE, [_OF_A_TAG])
     return not has_weights(files.names()) and any(_has(files, file) for file in own)
 
 
@@ -185,7 +188,7 @@ def _colossalai(files: TagFiles, index: str) -> dict[str, Any]:
 
 
 _OPTIMIZERS: Mapping[str, Callable[[TagFiles, str], dict[str, Any]]] = {
-    **dict.fromkeys(("optim.pt", *_BESIDE[:2]), _tree),
+    **dict.fromkeys(("optim.pt", *_BESIDE[:2], _OF_A_TAG), _tree),
     OPTIMIZER_DOCUMENT: _exported,
     **dict.fromkeys(("optim/index.json", "optim.json"), _unsharded),
     **dict.fromkeys((f"optimizer/{_COLOSSALAI}", f"optim/{_COLOSSALAI}", _COLOSSALAI), _colossalai),
