@@ -338,11 +338,25 @@ class InPlace:
         try:
             return storage.read(done)
         except FileNotFoundError:
-            raise error from None
+            if self._is_undone(storage, error):
+                raise error from None
         except OSError:
-            raise OutcomeUnknown(
-                f"{storage.url}/{done} may or may not have been written ({type(error).__name__}: {error}): look for it"
-            ) from error
+            pass
+        raise OutcomeUnknown(
+            f"{storage.url}/{done} may or may not have been written ({type(error).__name__}: {error}): look for it"
+        ) from error
+
+    def _is_undone(self, storage: Storage, error: OSError) -> bool:
+        """Return whether no rank will count the tag as saved, although its ``done`` may still come.
+
+        A host that stands still carries out later what it has not answered, and a rank there finds the tag.
+        """
+        if not (self.attempt and isinstance(error, (TimeoutError, ConnectionError))):
+            return True
+        try:
+            return journal.decides(storage, self.attempt, b"undone")
+        except (OSError, MalformedFile):
+            return False
 
     def _withdraw(self, storage: Storage, mark: bytes) -> None:
         """Remove ``done``, unless it is another job's by now."""

@@ -17,7 +17,7 @@ from nxd_ckpt.commit.publication import (
 )
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
-from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, staging_dir
+from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, outcome_file, staging_dir
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed
@@ -292,7 +292,7 @@ def test_a_lost_reply_is_looked_up(store: MemoryStorage) -> None:
     one, lost = InPlace(ATTEMPT, TAG), OSError(errno.ETIMEDOUT, "no reply")
     written(store, one)
     with pytest.raises(OSError, match="no reply"):
-        one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME, [])
+        one.publish(session(HookedStorage(store, failing("link_new", f"{TAG}/{DONE}", lost))), TIME, [])
     assert not store.is_file(f"{TAG}/{DONE}")
     store.write(f"{TAG}/{DONE}", b"1700000000 run-2")
     one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME, [])
@@ -310,6 +310,26 @@ def test_a_lost_reply_is_looked_up(store: MemoryStorage) -> None:
         store.write(f"{TAG}/{DONE}", there)
         with pytest.raises(OutcomeUnknown, match="may or may not have been written"):
             one.publish(session(HookedStorage(store, hook)), TIME, [])
+
+
+def test_what_may_still_be_carried_out_has_not_failed(store: MemoryStorage) -> None:
+    """A host that stands still writes ``done`` later, and a rank there counts the tag: who comes first decides."""
+    one, lost = InPlace(ATTEMPT, TAG), OSError(errno.ETIMEDOUT, "no reply")
+    written(store, one)
+    with pytest.raises(OutcomeUnknown, match="no reply"):  # not even the note comes through
+        one.publish(session(HookedStorage(store, failing("link_new", "*", lost))), TIME, [])
+    unanswered = failing("link_new", f"{TAG}/{DONE}", lost)
+    with pytest.raises(OSError, match="no reply"):
+        one.publish(session(HookedStorage(store, unanswered)), TIME, [])
+    assert not journal.decides(store, ATTEMPT, b"saved")
+
+    store.write(outcome_file(ATTEMPT), b"saved")
+    with pytest.raises(OutcomeUnknown, match="no reply"):
+        one.publish(session(HookedStorage(store, unanswered)), TIME, [])
+    store.remove(outcome_file(ATTEMPT))
+    full = OSError(errno.ENOSPC, "no space")  # an answer
+    with pytest.raises(OSError, match="no space"):
+        one.publish(session(HookedStorage(store, failing("link_new", "*", full))), TIME, [])
 
 
 def test_what_is_not_durable_is_withdrawn(store: MemoryStorage) -> None:
