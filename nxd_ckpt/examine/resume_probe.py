@@ -19,7 +19,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.formats.crc32 import crc32
-from nxd_ckpt.formats.tensors import allocated, byte_view
+from nxd_ckpt.formats.memory import allocated, byte_view
 from nxd_ckpt.keywords import LoadKeywords
 from nxd_ckpt.loading.comparison import recorded_digest
 from nxd_ckpt.loading.load_attempt import LoadAttempt

@@ -17,17 +17,9 @@ from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.reads import contiguous_runs
 from nxd_ckpt.formats.copying import copy_values
-from nxd_ckpt.formats.tensors import (
-    Assembly,
-    Fragment,
-    TensorStub,
-    allocated,
-    byte_view,
-    contiguous_stride,
-    itemsize,
-    torch_dtype,
-)
-from nxd_ckpt.formats.torch_zip import read_tensor
+from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
+from nxd_ckpt.formats.stored_tensors import read_tensor
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, contiguous_stride, itemsize
 
 SLAB = 4 * 2**20
 """Largest number of bytes that are read at once."""

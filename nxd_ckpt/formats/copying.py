@@ -1,4 +1,4 @@
-"""Copies of the values of tensors, for every dtype and layout."""
+"""Copies of the values of tensors, for every dtype, layout and stride."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 
 import torch
 
-from nxd_ckpt.formats.tensors import byte_view
+from nxd_ckpt.formats.memory import allocated, byte_view
+from nxd_ckpt.formats.strides import Stride, fitted
+from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name
 
 _WITHOUT_KERNELS = frozenset(
     dtype
@@ -31,6 +33,23 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
         _copy(target.squeeze(), source.squeeze())
     else:
         target.copy_(source)
+
+
+def strided(value: torch.Tensor, stride: Stride | None) -> torch.Tensor:
+    """Return a contiguous CPU tensor's values in memory of that stride, as far as it fits."""
+    shape = tuple(value.shape)
+    steps = contiguous_stride(shape) if stride is None else fitted(stride.steps, shape)
+    if steps == value.stride():
+        return value
+    memory = allocated(shape, dtype_name(value.dtype), steps)
+    fill(memory, value)
+    return memory
+
+
+def fill(memory: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy ``value`` into ``memory``; along dimensions of stride 0, which have one value, only once."""
+    at = tuple(slice(0, 1) if step == 0 else slice(None) for step in memory.stride())
+    copy_values(memory[at], value[at])
 
 
 def distinct(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

@@ -12,60 +12,41 @@ which blocks at the lower and right edge are cut off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-NUMBERS = ("float8_e4m3fn", "float8_e5m2")
-"""Dtypes of numbers of 8 bits that have scales beside them."""
+from nxd_ckpt.formats.block_grid import BlockGrid
 
 
-@dataclass(frozen=True)
-class BlockGrid:
-    """Blocks of ``rows`` x ``columns`` elements of each matrix in a row-major tensor of ``shape``, which share a scale.
+def segments_of(
+    grid: BlockGrid, starts: torch.Tensor, stops: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut runs ``start <= index < stop`` of the flattened tensor into segments that are in one block each.
 
-    The scales of a matrix are row-major too, and those of further matrices follow.
+    Runs are int64 tensors, and none is empty. Returns the place of each segment's scale among the flattened scales,
+    and the segment's length, run after run.
     """
+    height, width = grid.shape[-2:]
+    down, across = grid.counts
+    first, last = (_segment_at(grid, places) for places in (starts, stops - 1))
+    counts = last - first + 1
+    skipped = counts.cumsum(0) - counts
+    segments = torch.arange(int(counts.sum())) + (first - skipped).repeat_interleave(counts)
+    row = segments // across
+    column = segments - row * across
+    begins = torch.maximum(row * width + column * grid.columns, starts.repeat_interleave(counts))
+    ends = row * width + ((column + 1) * grid.columns).clamp(max=width)
+    lengths = torch.minimum(ends, stops.repeat_interleave(counts)) - begins
+    matrix, row = row // height, row % height
+    return (matrix * down + row // grid.rows) * across + column, lengths
 
-    shape: tuple[int, ...]
-    rows: int
-    columns: int
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Blocks along both dimensions of a matrix; those at the edges may be cut off."""
-        return -(-self.shape[-2] // self.rows), -(-self.shape[-1] // self.columns)
-
-    @property
-    def scales_shape(self) -> tuple[int, ...]:
-        return (*self.shape[:-2], *self.counts)
-
-    def segments(self, starts: torch.Tensor, stops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cut runs ``start <= index < stop`` of the flattened tensor into segments that are in one block each.
-
-        Runs are int64 tensors, and none is empty. Returns the place of each segment's scale among the flattened scales,
-        and the segment's length, run after run.
-        """
-        height, width = self.shape[-2:]
-        down, across = self.counts
-        first, last = (self._segment_at(places) for places in (starts, stops - 1))
-        counts = last - first + 1
-        skipped = counts.cumsum(0) - counts
-        segments = torch.arange(int(counts.sum())) + (first - skipped).repeat_interleave(counts)
-        row = segments // across
-        column = segments - row * across
-        begins = torch.maximum(row * width + column * self.columns, starts.repeat_interleave(counts))
-        ends = row * width + ((column + 1) * self.columns).clamp(max=width)
-        lengths = torch.minimum(ends, stops.repeat_interleave(counts)) - begins
-        matrix, row = row // height, row % height
-        return (matrix * down + row // self.rows) * across + column, lengths
-
-    def _segment_at(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of the segments, each a row of a block, that hold these elements."""
-        width = self.shape[-1]
-        row = places // width
-        return row * self.counts[1] + (places - row * width) // self.columns
+def _segment_at(grid: BlockGrid, places: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of the segments, each a row of a block, that hold these elements."""
+    width = grid.shape[-1]
+    row = places // width
+    return row * grid.counts[1] + (places - row * width) // grid.columns
 
 
 def dequantized_fp8(
@@ -97,10 +78,6 @@ def _values(dtype: torch.dtype) -> torch.Tensor:
     """Return the float32 value of each byte of an FP8 dtype."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
-
-GROUP = 32
-"""Numbers that share a scale."""
-GROUP_NBYTES = GROUP // 2
 
 _BIAS = 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 MASTERS = "sharded_master_weights"
 
 EXPERT_KEYS = ("ep_param_id_offset", "ep_param_group_offset", "ep_base_state_offset", "ep_shape_info_offset")
@@ -66,6 +64,8 @@ def restore_types(optimizer_tree: dict[str, Any]) -> dict[str, Any]:
     if isinstance(groups := tree.get("param_groups"), list):
         tree["param_groups"] = [_with_betas(group) for group in groups]
     if isinstance(shapes := tree.get("shape_info"), dict):
+        import torch
+
         tree["shape_info"] = {index: torch.Size(shape) for index, shape in shapes.items()}
     return tree
 

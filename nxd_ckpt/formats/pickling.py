@@ -21,16 +21,9 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import UnsafePickle, UnsupportedState
+from nxd_ckpt.formats.memory import has_own_operations, torch_dtype
 from nxd_ckpt.formats.strides import Stride, note, stride_of
-from nxd_ckpt.formats.tensors import (
-    Assembly,
-    TensorReference,
-    TensorStub,
-    contiguous_stride,
-    dtype_name,
-    has_own_operations,
-    torch_dtype,
-)
+from nxd_ckpt.formats.tensors import Assembly, TensorReference, TensorStub, contiguous_stride, dtype_name
 from nxd_ckpt.formats.unpickle import STORAGE_CLASSES
 
 PROTOCOL = 2  # torch.save's; a later one would also change how bytes and globals are written

@@ -19,8 +19,9 @@ import torch
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.machine import check_walk
+from nxd_ckpt.formats.memory import TENSORS
 from nxd_ckpt.formats.safe_globals import BUILTIN_TYPES, Keys
-from nxd_ckpt.formats.tensors import TENSORS, TensorReference
+from nxd_ckpt.formats.tensors import TensorReference
 
 _ATOMS = frozenset(
     {

@@ -23,10 +23,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
-
 from nxd_ckpt.core import limits
-from nxd_ckpt.core.limits import check_sizes, shown
+from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.inert import Call, Inert, Marker
 from nxd_ckpt.formats.numpy_values import NumpyArray, NumpyDtype, numpy_scalar
@@ -115,28 +113,8 @@ def _path(kind: type[pathlib.PurePath]) -> Call:
     return Call(make)
 
 
-def _size(sizes: object = ()) -> torch.Size:
-    return torch.Size(check_sizes(sizes, "a torch.Size"))
-
-
-def _device(*about: object) -> torch.device:
-    if not about or [type(part) for part in about] != [str, int][: len(about)]:
-        raise MalformedFile("a torch.device is written with its name and index")
-    return torch.device(*about)  # type: ignore[call-overload, no-any-return]
-
-
 def _text(text: object = "") -> str:
     return _of(str, text, "TorchVersion")
-
-
-def _layout(name: object) -> torch.layout:
-    layout = _LAYOUTS.get(name) if isinstance(name, str) else None
-    if layout is None:
-        raise MalformedFile(f"{shown(name)} is not a torch layout")
-    return layout
-
-
-_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
 def _of(kind: type[KindT], value: object, what: str) -> KindT:
@@ -201,12 +179,8 @@ def _check_nesting(key: Any) -> int:
         values += len(node)
         if values > limits.KEY_VALUES:
             raise MalformedFile(f"a key, or an item of a set, of more than {limits.KEY_VALUES} values")
-        if not _NESTED.isdisjoint(map(type, node)):
-            nodes.extend(item for item in node if isinstance(item, (tuple, frozenset)))
+        nodes.extend(item for item in node if isinstance(item, (tuple, frozenset)))
     return values or 1
-
-
-_NESTED = frozenset({tuple, frozenset, torch.Size})
 
 
 def call_builtin(kind: object, args: tuple[Any, ...], spend: Callable[[int], None]) -> Any:
@@ -242,10 +216,6 @@ def set_state(obj: Any, state: Any) -> None:
         obj.seek(min(max(state[1], 0), len(state[0])))
     elif not isinstance(obj, (OrderedDict, Counter)):
         raise MalformedFile(f"its pickle sets the state of {shown(obj)}, which has none")
-
-
-def _dtypes() -> dict[tuple[str, str], Any]:
-    return {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def _both(module: str, name: str, value: Any) -> dict[tuple[str, str], Any]:
@@ -300,13 +270,21 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): Marker(),
     **_both("multiarray", "_reconstruct", Call(NumpyArray)),
     **_both("multiarray", "scalar", Call(numpy_scalar)),
-    **_dtypes(),
-    ("torch", "Size"): Call(_size),
-    ("torch", "device"): Call(_device),
     ("torch", "Tensor"): Marker(),
     ("torch.nn.parameter", "Parameter"): Marker(),
     ("torch.nn.parameter", "Buffer"): Marker(),
-    ("torch.serialization", "_get_layout"): Call(_layout),
     ("torch.torch_version", "TorchVersion"): Call(_text),
-    }
+}
 """(module, name) -> the object for the unpickler. Tensors and their storages are in `unpickle`."""
+
+
+def global_of(module: str, name: str) -> Any:
+    """Return the object for the unpickler; None for a global that no checkpoint may name.
+
+    Torch's own values need torch, which is imported once a pickle names one.
+    """
+    if (module, name) in GLOBALS or module not in ("torch", "torch.serialization"):
+        return GLOBALS.get((module, name))
+    from nxd_ckpt.formats.torch_globals import TORCH_GLOBALS
+
+    return TORCH_GLOBALS.get((module, name))

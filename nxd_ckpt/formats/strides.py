@@ -9,21 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nxd_ckpt.core.limits import DIMENSIONS, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.formats.copying import copy_values
-from nxd_ckpt.formats.tensors import (
-    Assembly,
-    NotedStub,
-    TensorStub,
-    allocated,
-    contiguous_stride,
-    dtype_name,
-)
+from nxd_ckpt.formats.tensors import Assembly, NotedStub, TensorStub, contiguous_stride, torch_class
+
+if TYPE_CHECKING:
+    import torch
 
 LeafT = TypeVar("LeafT", bound=TensorStub | Assembly)
 
@@ -73,7 +66,7 @@ def stride_in_content(tensor: Any) -> Stride | None:
     """Return the stride to record for a tensor in user content: None if it is row-major."""
     if stride_of(tensor) is not None:
         return stride_of(tensor)
-    if not isinstance(tensor, torch.Tensor) or tensor.device.type in ("xla", "meta"):
+    if not isinstance(tensor, torch_class("Tensor")) or tensor.device.type in ("xla", "meta"):
         return None
     return Stride(tensor.stride()) if tensor.stride() != contiguous_stride(tuple(tensor.shape)) else None
 
@@ -106,23 +99,6 @@ def dense(steps: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     order = sorted(range(len(shape)), key=lambda dim: -steps[dim]) if len(steps) == len(shape) else range(len(shape))
     tight = contiguous_stride(tuple(shape[dim] for dim in order))
     return tuple(tight[place] for place in _inverse(list(order)))
-
-
-def strided(value: torch.Tensor, stride: Stride | None) -> torch.Tensor:
-    """Return a contiguous CPU tensor's values in memory of that stride, as far as it fits."""
-    shape = tuple(value.shape)
-    steps = contiguous_stride(shape) if stride is None else fitted(stride.steps, shape)
-    if steps == value.stride():
-        return value
-    memory = allocated(shape, dtype_name(value.dtype), steps)
-    fill(memory, value)
-    return memory
-
-
-def fill(memory: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into ``memory``; along dimensions of stride 0, which have one value, only once."""
-    at = tuple(slice(0, 1) if step == 0 else slice(None) for step in memory.stride())
-    copy_values(memory[at], value[at])
 
 
 def with_stride(leaf: LeafT, stride: Stride | None) -> LeafT:

@@ -7,8 +7,8 @@ stand-ins `TensorStub` and `TensorReference`) as leaves.
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
+import sys
 from argparse import Namespace
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.dtypes import NBYTES
 from nxd_ckpt.core.limits import TENSOR_NBYTES, check_sizes, shown
-from nxd_ckpt.errors import HostExhausted, InvalidArgument, MalformedFile, UnsupportedState
+from nxd_ckpt.errors import MalformedFile, UnsupportedState
+
+if TYPE_CHECKING:
+    import torch
 
 Path = tuple[Any, ...]
 """Keys, indices and attribute names from the root of a tree to a leaf."""
@@ -325,7 +327,7 @@ class TensorReference:
         if type(tid) is not int or not 0 <= tid <= TENSOR_NBYTES:
             raise MalformedFile(f"a tensor reference must hold a non-negative integer `tid`, found {shown(tid)}")
         self.tid, self.about, self.noted = tid, {}, {key: value for key, value in state.items() if key != "tid"}
-        if isinstance(state.get("dtype"), torch.dtype) and "shape" in state:
+        if isinstance(state.get("dtype"), torch_class("dtype")) and "shape" in state:
             self.about = {"dtype": state["dtype"], "shape": check_sizes(state["shape"], "a tensor reference")}
 
     def __eq__(self, other: object) -> bool:
@@ -344,43 +346,19 @@ class UnfinishedReference(TensorReference):
     __slots__ = ()
 
 
-def is_shards(tensor: torch.Tensor) -> bool:
-    """Return whether it is torch's ShardedTensor, on which even ``is_nested`` raises."""
-    return type(tensor).__module__.startswith("torch.distributed._shard.")
-
-
-def has_own_operations(tensor: torch.Tensor) -> bool:
-    """Return whether its class computes otherwise than a plain tensor: masked, fake, sharded."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_shards(tensor)
-
-
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype: ``torch.float32`` -> "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
-_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name. Raises InvalidArgument if the installed torch does not have it."""
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise InvalidArgument(f"torch {torch.__version__} has no dtype {name!r}; install a newer torch")
-    return dtype
-
-
-def cast_dtype(dtype: str, target: str | None) -> str:
-    """Return the dtype that a tensor is cast to: floating-point numbers to ``target``, if not None; others stay."""
-    if target is None or not torch_dtype(dtype).is_floating_point:
-        return dtype
-    return target
-
-
 @cache
 def itemsize(name: str) -> int:
-    """Return the bytes per element of the dtype of a name."""
+    """Return the bytes per element of the dtype of a name. Raises InvalidArgument if the installed torch has none."""
+    if name in NBYTES:
+        return NBYTES[name]
+    from nxd_ckpt.formats.memory import torch_dtype
+
     return torch_dtype(name).itemsize
 
 
@@ -409,38 +387,22 @@ def _tight_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
     return order if is_tight else None
 
 
-def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return an uninitialised tensor on the CPU, contiguous or with the given ``stride`` in elements.
+def torch_class(name: str) -> Any:
+    """Return torch's class of this name, for ``isinstance``; before torch is imported one that nothing is of.
 
-    Raises HostExhausted if the host has no memory for it.
+    What only looks at files need not import it.
     """
-    try:
-        if stride is not None:
-            return torch.empty_strided(shape, stride, dtype=torch_dtype(dtype))
-        return torch.empty(shape, dtype=torch_dtype(dtype))
-    except (RuntimeError, MemoryError) as error:  # torch's allocator has no error class of its own
-        raise HostExhausted(
-            f"the host has no memory left for the {math.prod(shape) * itemsize(dtype)} bytes of a tensor {dtype} "
-            f"{list(shape)}; free some, or load on more ranks"
-        ) from error
+    return getattr(sys.modules.get("torch"), name, ())
 
 
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
-    if not (tensor.is_cpu and tensor.is_contiguous()):
-        raise InvalidArgument(
-            f"a contiguous CPU tensor is needed, got one on {tensor.device} strided {tensor.stride()}"
-        )
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
+def tensor_types() -> tuple[Any, ...]:
+    """Return the types of tensors, torch's own and their stand-ins."""
+    return torch_class("Tensor"), TensorStub, Assembly
 
 
-TENSORS = (torch.Tensor, TensorStub, Assembly)
-
-
-def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = TENSORS) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf (an instance of ``leaves``) with its path, depth first, dicts in their order."""
+def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every tensor, or every instance of ``leaves``, with its path: depth first, dicts in their order."""
+    leaves = leaves or tensor_types()
 
     def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
         for key, child in children_of(node):
@@ -485,12 +447,13 @@ def digest_of(leaf: Any) -> tuple[Any, ...] | None:
     return (leaf.dtype, leaf.shape, leaf.storage.crc32) if has_digest else None
 
 
-def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, ...] = TENSORS) -> Any:
-    """Return a copy of ``tree`` with ``fn(leaf)`` for every leaf, depth first, dicts in their order.
+def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, ...] = ()) -> Any:
+    """Return a copy of ``tree`` with ``fn(leaf)`` for every tensor, or every instance of ``leaves``.
 
-    Containers keep their type, and one that occurs twice is copied once; other values are shared.
+    Leaves are passed depth first, dicts in their order. Containers keep their type, and one that occurs twice is copied
+    once; other values are shared.
     """
-    copies: dict[int, Any] = {}
+    leaves, copies = leaves or tensor_types(), dict[int, Any]()
 
     def walk(node: Any) -> Any:
         if isinstance(node, leaves):
@@ -541,7 +504,7 @@ def _like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 def is_tensor(leaf: Any) -> bool:
     """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's."""
-    if isinstance(leaf, torch.Tensor):
+    if isinstance(leaf, torch_class("Tensor")):
         return True
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
 

@@ -14,8 +14,6 @@ from math import prod
 from operator import mul
 from typing import Any
 
-import torch
-
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
@@ -24,8 +22,7 @@ from nxd_ckpt.formats import strides
 from nxd_ckpt.formats.dtensors import DTENSORS, SubclassRebuilder
 from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine, check_walk
-from nxd_ckpt.formats.plain_data import check_picklable_as_data
-from nxd_ckpt.formats.safe_globals import GLOBALS
+from nxd_ckpt.formats.safe_globals import global_of
 from nxd_ckpt.formats.tensors import (
     StorageSpan,
     TensorReference,
@@ -33,9 +30,8 @@ from nxd_ckpt.formats.tensors import (
     UnfinishedReference,
     dtype_name,
     itemsize,
+    torch_class,
 )
-
-__all__ = ["STORAGE_CLASSES", "Leaf", "check_picklable_as_data", "unpickle"]
 
 STORAGE_CLASSES = {
     "float64": "DoubleStorage",
@@ -136,9 +132,10 @@ class _Safe(Machine):
         if kind is not None:
             return Call(partial(self._reference, kind))
         key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
-        if key not in GLOBALS:
+        found = global_of(*key)
+        if found is None:
             raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
-        return GLOBALS[key]
+        return found
 
     def persistent_load(self, pid: Any) -> _SavedStorage:
         return self._parts.storage(pid)
@@ -253,7 +250,7 @@ class _Parts:
         dtype: Any,
         bits: Any = None,
     ) -> Any:
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(dtype, torch_class("dtype")):
             raise MalformedFile(f"a tensor of dtype {shown(dtype)}")
         return self._stub(storage, dtype_name(dtype), offset, shape, stride, bits)
 
@@ -296,7 +293,7 @@ class _Parts:
 
 
 def _are_counts(numbers: Any) -> bool:
-    if type(numbers) not in (tuple, list, torch.Size) or len(numbers) > limits.DIMENSIONS:
+    if not isinstance(numbers, (tuple, list)) or len(numbers) > limits.DIMENSIONS:
         return False
     for number in numbers:  # noqa: SIM110 - twice as fast, and called for each tensor
         if type(number) is not int or number < 0:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from nxd_ckpt.formats.memory import TENSORS, torch_dtype
 from nxd_ckpt.formats.strides import note, stride_of
-from nxd_ckpt.formats.tensors import TENSORS, TensorReference, map_tensors, torch_dtype
+from nxd_ckpt.formats.tensors import TensorReference, map_tensors
 
-__all__ = ["TensorReference", "balance", "info", "join", "normalise", "split"]
+__all__ = ["TensorReference", "balance", "info", "normalise", "split"]
 
 
 def split(tree: Any) -> tuple[Any, list[tuple[int, Any]]]:
@@ -38,11 +39,6 @@ def split(tree: Any) -> tuple[Any, list[tuple[int, Any]]]:
 def references_of(tree: Any) -> Any:
     """Return the content of the reference file of a state dict."""
     return split(normalise(tree))[0]
-
-
-def join(tree: Any, leaf: Callable[[TensorReference], Any]) -> Any:
-    """Return ``tree`` with ``leaf(reference)`` for every reference; tensors that are inline (mixed files) stay."""
-    return map_tensors(tree, leaf, TensorReference)
 
 
 def info(tensors: Iterable[tuple[int, Any]], expert: Collection[int] = ()) -> dict[int, dict[str, Any]]:

@@ -17,8 +17,9 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
+from nxd_ckpt.formats.memory import allocated
 from nxd_ckpt.formats.optimizer_trees import STEP
-from nxd_ckpt.formats.tensors import allocated, form_of, is_tensor
+from nxd_ckpt.formats.tensors import form_of, is_tensor
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor

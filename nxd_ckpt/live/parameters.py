@@ -13,8 +13,9 @@ from nxd_ckpt import surroundings
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.memory import has_own_operations, is_shards
 from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import contiguous_stride, form_of, has_own_operations, is_shards
+from nxd_ckpt.formats.tensors import contiguous_stride, form_of
 from nxd_ckpt.live import dtensor, torch_xla
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -20,8 +20,9 @@ from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
 from nxd_ckpt.errors import CorruptCheckpoint, ResumeDiffers
 from nxd_ckpt.formats.assembly import box_of
 from nxd_ckpt.formats.crc32 import crc32
+from nxd_ckpt.formats.memory import allocated, byte_view
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, allocated, byte_view, dtype_name, form_of, iter_leaves
+from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, dtype_name, form_of, iter_leaves
 from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.live.optimizer_state import Slot
 from nxd_ckpt.live.torch_xla import to_cpu

@@ -20,7 +20,8 @@ from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, torch_dtype
+from nxd_ckpt.formats.memory import torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.mapping import Match
 from nxd_ckpt.hugging_face.mappings import find_mapping, is_known, own_names, text_config

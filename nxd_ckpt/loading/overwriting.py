@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.errors import CheckpointError, UnsupportedState
-from nxd_ckpt.formats.copying import repeats
-from nxd_ckpt.formats.strides import stored_stride, strided
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, itemsize, map_tensors
+from nxd_ckpt.formats.copying import repeats, strided
+from nxd_ckpt.formats.memory import allocated
+from nxd_ckpt.formats.strides import stored_stride
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.tag.reading import Leaf
 

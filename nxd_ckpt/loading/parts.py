@@ -21,7 +21,8 @@ from nxd_ckpt.errors import (
     PartNotFound,
     UnsafePickle,
 )
-from nxd_ckpt.formats.tensors import TENSORS, TensorReference
+from nxd_ckpt.formats.memory import TENSORS
+from nxd_ckpt.formats.tensors import TensorReference
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states

@@ -16,9 +16,10 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.formats.memory import is_shards
+from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.state import ModelState, SaveState, State, StateTensor
-from nxd_ckpt.formats.tensors import Path, is_shards, iter_tensors
-from nxd_ckpt.formats.unpickle import check_picklable_as_data
+from nxd_ckpt.formats.tensors import Path, iter_tensors
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.ignoring import RANDOM_STATE, Ignoring

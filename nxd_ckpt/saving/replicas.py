@@ -20,8 +20,9 @@ import torch
 from nxd_ckpt.core import names
 from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
+from nxd_ckpt.formats.memory import byte_view
 from nxd_ckpt.formats.plain_digest import digest_of_value
-from nxd_ckpt.formats.tensors import Path, byte_view, children_of, form_of, is_tensor, map_tensors
+from nxd_ckpt.formats.tensors import Path, children_of, form_of, is_tensor, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.state_names import Container, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile

@@ -9,7 +9,8 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.formats.assembly import cut_box
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, byte_view, digest_of, itemsize
+from nxd_ckpt.formats.memory import allocated, byte_view
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, itemsize
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 _NBYTES = 4 * 2**20

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
@@ -22,7 +20,7 @@ from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFou
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.recorded_tree import tree_of
 from nxd_ckpt.formats.safetensors import read_header
-from nxd_ckpt.formats.strides import Stride, noted, stored_stride, strided, with_stride
+from nxd_ckpt.formats.strides import Stride, noted, with_stride
 from nxd_ckpt.formats.tensors import (
     Path,
     TensorReference,
@@ -31,10 +29,14 @@ from nxd_ckpt.formats.tensors import (
     dtype_name,
     iter_tensors,
     map_tensors,
+    torch_class,
 )
 from nxd_ckpt.formats.unpickle import Leaf
 from nxd_ckpt.formats.zip_directory import TAIL, remembering
 from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, pread_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 class IndexHints(Protocol):
@@ -187,7 +189,7 @@ class TagFiles:
 
     def object(self, file: str) -> Any:
         """Read all of a small file, tensors included. Raises the errors of `tree` and `read`."""
-        return self._parse(file, 0, None, lambda stub: strided(self._read(stub), stored_stride(stub)))
+        return self._parse(file, 0, None, self._read_strided)
 
     def tree(self, file: str, start: int = 0, nbytes: int | None = None, *, dtensors: bool = False) -> Any:
         """Read a ``torch.save`` file, with a TensorStub or (xser) a TensorReference for each tensor.
@@ -336,7 +338,14 @@ class TagFiles:
             return tree
 
     def _read(self, stub: TensorStub) -> torch.Tensor:
-        return torch_zip.read_tensor(partial(self.storage.read_into, self.key(stub.file)), stub)
+        from nxd_ckpt.formats.stored_tensors import read_tensor
+
+        return read_tensor(partial(self.storage.read_into, self.key(stub.file)), stub)
+
+    def _read_strided(self, stub: TensorStub) -> torch.Tensor:
+        from nxd_ckpt.formats.stored_tensors import read_strided
+
+        return read_strided(partial(self.storage.read_into, self.key(stub.file)), stub)
 
     def _info(self, file: str) -> dict[int, dict[str, Any]]:
         """Return dtype and shape by tid; empty for NxD 0.6 and the converter's output, which have no info file."""
@@ -346,7 +355,7 @@ class TagFiles:
             raise MalformedFile(f"{self.key(info_file)}: expected dtype and shape for each tensor id")
         for about in info.values():
             check_sizes(about.get("shape", ()), self.key(info_file))
-            if not isinstance(about.get("dtype", torch.float32), torch.dtype):
+            if "dtype" in about and not isinstance(about["dtype"], torch_class("dtype")):
                 raise MalformedFile(f"{self.key(info_file)}: expected a dtype, found {shown(about['dtype'])}")
         return info
 

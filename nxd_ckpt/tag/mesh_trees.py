@@ -16,7 +16,6 @@ from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.optimizer_trees import options_of, restore_types
 from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.strides import noted
@@ -29,6 +28,7 @@ from nxd_ckpt.formats.tensors import (
     by_digest,
     digest_of,
     iter_leaves,
+    map_tensors,
 )
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.verification import Entries, stub_of
@@ -183,7 +183,7 @@ class MeshTrees:
                 tensor.dtype, tensor.shape, lambda box: self._fragments(record, tensor, box), stride
             )
 
-        tree: dict[str, Any] = xser.join(self.files.tree(file), whole)
+        tree: dict[str, Any] = map_tensors(self.files.tree(file), whole, TensorReference)
         return tree
 
     def _record(self, leader: int) -> MeshRecord:

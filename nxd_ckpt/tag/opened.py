@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, 
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
@@ -28,7 +26,7 @@ from nxd_ckpt.errors import (
     TagReplaced,
 )
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, allocated, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
@@ -37,7 +35,6 @@ from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
 from nxd_ckpt.tag.order import is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
-from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.state_dicts import checked_rank_state
 from nxd_ckpt.tag.verification import (
     Entries,
@@ -51,6 +48,11 @@ from nxd_ckpt.tag.verification import (
     stub_of,
     verify_tensors,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -388,14 +390,13 @@ class OpenTag:
         Raises:
             DigestMismatch: the bytes are not those that were written.
         """
-        out = allocated(leaf.shape, leaf.dtype)
         with self.reader() as reader:
-            reader.read_into(leaf, out, name, compare=True, verified=False)
-            reader.finish()
-        return out
+            return reader.read(leaf, name)
 
     def reader(self) -> LeafReader:
         """Return a reader that verifies the leaves of the trees that have been made so far."""
+        from nxd_ckpt.tag.reading import LeafReader
+
         return LeafReader(self._layout.files, self._entries)
 
     def _shared_indexes(self, at: Coordinates) -> Iterator[RankIndex]:

@@ -23,7 +23,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.formats import torch_zip
+from nxd_ckpt.formats import stored_tensors
 from nxd_ckpt.formats.assembly import (
     DirectRun,
     as_stored,
@@ -38,7 +38,8 @@ from nxd_ckpt.formats.assembly import (
     run_of_block,
     slabs_of,
 )
-from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, allocated, byte_view, itemsize, torch_dtype
+from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, itemsize
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.range_reader import PIECE, Range, RangeReader
 from nxd_ckpt.tag.verification import Digest, naming
@@ -265,6 +266,17 @@ class LeafReader(Closing):
                 if fragment.source.numel:
                     self._read_part(fragment, out, name, compare, None if verified else takes or (lambda *_: True))
 
+    def read(self, leaf: Leaf, name: str) -> torch.Tensor:
+        """Return one tensor on the CPU, after all requests; its parts are compared with the indexes too.
+
+        Raises:
+            DigestMismatch: bytes changed; names the tensor ``name``.
+        """
+        out = allocated(leaf.shape, leaf.dtype)
+        self.read_into(leaf, out, name, compare=True, verified=False)
+        self.finish()
+        return out
+
     def visit(self, leaf: Leaf, name: str, look: Look) -> None:
         """Call ``look`` with all elements of ``leaf``, verified, in parts and in any order.
 
@@ -352,7 +364,7 @@ class LeafReader(Closing):
             def pread_into(offset: int, memory: memoryview) -> None:
                 self._ranges.read_ranges(stub.file, [(offset, memory)])
 
-            self._ranges.call(name, partial(torch_zip.read_into, pread_into, stub, out, compare))
+            self._ranges.call(name, partial(stored_tensors.read_into, pread_into, stub, out, compare))
             return
         memory = byte_view(out)
         if len(memory) != stub.nbytes:

@@ -16,7 +16,8 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.formats.assembly import cut_box
-from nxd_ckpt.formats.tensors import Assembly, itemsize, torch_dtype
+from nxd_ckpt.formats.memory import torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, itemsize
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.formats.tensors import TENSORS, TensorReference
+from nxd_ckpt.formats.tensors import TensorReference, tensor_types
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ def is_model(state: Any) -> bool:
         isinstance(state, dict)
         and bool(state)
         and all(isinstance(name, str) for name in state)
-        and all(isinstance(leaf, (*TENSORS, TensorReference)) for leaf in state.values())
+        and all(isinstance(leaf, (*tensor_types(), TensorReference)) for leaf in state.values())
     )
 
 

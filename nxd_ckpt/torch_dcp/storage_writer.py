@@ -45,8 +45,9 @@ from nxd_ckpt.errors import (
     as_checkpoint_errors,
 )
 from nxd_ckpt.formats.assembly import box_of
+from nxd_ckpt.formats.stored_tensors import read_tensor
 from nxd_ckpt.formats.tensors import dtype_name
-from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
+from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.live.parameters import refuse_short
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage

@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.formats.assembly import ReadRanges, as_stored, clear_padding, read_part, slabs_of
-from nxd_ckpt.formats.tensors import (
-    Assembly,
-    Fragment,
-    StorageSpan,
-    TensorStub,
-    allocated,
-    contiguous_stride,
-    itemsize,
-    torch_dtype,
-)
+from nxd_ckpt.formats.memory import allocated, torch_dtype
+from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub, contiguous_stride, itemsize
 
 BEFORE = 24
 """Bytes in each file before its tensor."""

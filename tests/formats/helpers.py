@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
 from nxd_ckpt.formats.image import Image
-from nxd_ckpt.formats.tensors import byte_view, dtype_name, map_tensors
-from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
+from nxd_ckpt.formats.memory import byte_view
+from nxd_ckpt.formats.stored_tensors import read_tensor
+from nxd_ckpt.formats.tensors import dtype_name, map_tensors
+from nxd_ckpt.formats.torch_zip import read_tree
 
 
 def pread_of(data: bytes) -> Callable[[int, int], bytes]:

@@ -19,10 +19,11 @@ import torch
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.machine import Machine, check_walk
+from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub
 from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.formats.unpickle import check_picklable_as_data, unpickle
+from nxd_ckpt.formats.unpickle import unpickle
 from tests.formats.helpers import comparable, loaded, pread_of, rendered, saved
 from tests.formats.pickles import EMPTY_STORAGE, called, named, text
 from tests.hostile.findings import LONG, number

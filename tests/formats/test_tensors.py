@@ -12,19 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from nxd_ckpt.core.dtypes import NBYTES
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.formats.tensors import (
-    StorageSpan,
-    TensorStub,
-    byte_view,
-    dtype_name,
-    iter_tensors,
-    map_tensors,
-    torch_dtype,
-)
+from nxd_ckpt.formats.memory import byte_view, torch_dtype
+from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, dtype_name, itemsize, iter_tensors, map_tensors
 from tests.formats.helpers import DTYPES
 
 pytestmark = pytest.mark.plain
+
+
+@pytest.mark.parametrize("name", NBYTES)
+def test_elements_have_the_size_that_torch_says(name: str) -> None:
+    """Torch is not asked for it. A dtype that neither knows has none."""
+    dtype = getattr(torch, name, None)
+    assert dtype is None or dtype.itemsize == itemsize(name)
+    with pytest.raises(InvalidArgument, match="no dtype 'float7'"):
+        itemsize("float7")
 
 
 def stub(shape: tuple[int, ...], stride: tuple[int, ...], dtype: str = "float32") -> TensorStub:

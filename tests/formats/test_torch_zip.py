@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, InvalidArgument, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.crc32 import BLOCK
+from nxd_ckpt.formats.stored_tensors import read_into, read_tensor
 from nxd_ckpt.formats.tensors import iter_tensors
-from nxd_ckpt.formats.torch_zip import read_directory, read_into, read_tensor, read_tree
+from nxd_ckpt.formats.torch_zip import read_directory, read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from tests.formats.helpers import (
     DTYPES,

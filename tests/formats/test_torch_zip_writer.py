@@ -19,7 +19,8 @@ from hypothesis import given
 from nxd_ckpt.errors import UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import zip_directory
 from nxd_ckpt.formats.crc32 import crc32
-from nxd_ckpt.formats.tensors import TensorStub, byte_view, iter_tensors
+from nxd_ckpt.formats.memory import byte_view
+from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory, read_tree
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from tests.formats.helpers import comparable, literals_of, loaded, pread_into_of, pread_of, rendered, saved, trees

@@ -25,10 +25,12 @@ from hypothesis import strategies as st
 from nxd_ckpt.errors import CorruptCheckpoint, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import safe_globals
 from nxd_ckpt.formats.inert import Inert
+from nxd_ckpt.formats.plain_data import check_picklable_as_data
+from nxd_ckpt.formats.stored_tensors import read_tensor
 from nxd_ckpt.formats.tensors import StorageSpan, TensorReference, TensorStub, map_tensors
-from nxd_ckpt.formats.torch_zip import read_tensor, read_tree
+from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.formats.unpickle import check_picklable_as_data, unpickle
+from nxd_ckpt.formats.unpickle import unpickle
 from tests.formats.helpers import comparable, loaded, pread_into_of, pread_of, rendered, saved, torch_file
 from tests.formats.pickles import EMPTY_STORAGE, called, named, stacked, text
 

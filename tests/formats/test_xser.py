@@ -8,29 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_ckpt.formats.tensors import TensorReference, iter_tensors
+from nxd_ckpt.formats.tensors import TensorReference, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.formats.xser import balance, info, join, normalise, split
+from nxd_ckpt.formats.xser import balance, info, normalise, split
 from tests.formats.helpers import comparable, loaded, rendered
 
 pytestmark = pytest.mark.plain
 
 
 def test_split_numbers_every_tensor_depth_first() -> None:
-    """tids count tensors in dict order, 0-dim ones included, and a tied weight twice; join undoes it."""
+    """tids count tensors in dict order, 0-dim ones included, and a tied weight twice; it is undone by them."""
     tied = torch.arange(6.0)
     tree = {"b": {"w": tied, "step": torch.tensor(3)}, "a": [tied, 7]}
     references, tensors = split(tree)
     assert {"b": {"w": TensorReference(0), "step": TensorReference(1)}, "a": [TensorReference(2), 7]} == references
     assert [0, 1, 2] == [tid for tid, _ in tensors]
     assert tensors[0][1] is tensors[2][1] is tied
-    assert comparable(tree) == comparable(join(references, lambda reference: dict(tensors)[reference.tid]))
-
-
-def test_join_leaves_inline_tensors() -> None:
-    """A mixed file, as the offline converter writes, holds references and tensors."""
-    joined = join({"x": torch.ones(2), "y": TensorReference(5)}, lambda reference: torch.zeros(reference.tid))
-    assert comparable({"x": torch.ones(2), "y": torch.zeros(5)}) == comparable(joined)
+    joined = map_tensors(references, lambda reference: dict(tensors)[reference.tid], TensorReference)
+    assert comparable(tree) == comparable(joined)
 
 
 def test_info_describes_each_tensor_by_tid() -> None:

@@ -18,10 +18,11 @@ import torch
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import CheckpointError, MalformedFile, UnsafePickle
 from nxd_ckpt.formats.machine import Machine
+from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.tensors import StorageSpan
 from nxd_ckpt.formats.torch_zip import read_directory, read_tree
-from nxd_ckpt.formats.unpickle import check_picklable_as_data, unpickle
+from nxd_ckpt.formats.unpickle import unpickle
 from tests.formats.helpers import comparable, loaded, pread_of, saved, torch_file
 from tests.hostile.budget import within_budget
 from tests.hostile.findings import HOSTILE, SAFETENSORS, number

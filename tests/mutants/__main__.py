@@ -35,6 +35,7 @@ TESTS: dict[str, list[str]] = {
     "formats/machine": _PICKLES,
     "formats/plain_data": _PICKLES,
     "formats/safe_globals": _PICKLES,
+    "formats/torch_globals": _PICKLES,
     "formats/inert": _PICKLES,
     "formats/unpickle": _PICKLES,
     "coordination/journal": ["tests/coordination/test_journal.py", "tests/coordination/test_taken_over.py"],

@@ -36,9 +36,6 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
             (
                 "_path: return Call(make) -> return None",
                 "_none_of: return lambda: kind.__new__(kind) -> return None",
-                "_dtypes: return {('torch', name): value for name, value in vars(torch).items() "
-                "if isinstance(value, torch.dtype)} -> return None",
-                "_dtypes: isinstance(value, torch.dtype) -> not isinstance(value, torch.dtype)",
                 "_both: return {(f'numpy.{core}.{module}', name): value for core in ('core', '_core')} -> return None",
                 "_paths: os.name == 'nt' -> os.name != 'nt'",
                 "_paths: return {(module, name): kind for module in ('pathlib', 'pathlib._local') "

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology, close_checkpointers, save_checkpoint
-from nxd_ckpt.formats.tensors import byte_view, iter_tensors
+from nxd_ckpt.formats.memory import byte_view
+from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.reshard.ranks import fresh, save_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nxd_ckpt.formats.tensors import torch_dtype
+from nxd_ckpt.formats.memory import torch_dtype
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.tag.opened import OpenTag
 

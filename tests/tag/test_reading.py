@@ -17,7 +17,8 @@ from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
-from nxd_ckpt.formats.tensors import Assembly, StorageSpan, TensorStub, byte_view
+from nxd_ckpt.formats.memory import byte_view
+from nxd_ckpt.formats.tensors import Assembly, StorageSpan, TensorStub
 from nxd_ckpt.output.image_writer import read_run
 from nxd_ckpt.storage.base import HOLE
 from nxd_ckpt.tag import reading

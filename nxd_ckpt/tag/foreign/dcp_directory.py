@@ -11,8 +11,6 @@ from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
-import torch
-
 from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.dcp_names import (
     MASTER_WEIGHTS,
@@ -28,6 +26,7 @@ from nxd_ckpt.core.dcp_names import (
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, KeyMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, by_digest
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.rank_items import RankItems, is_present
@@ -325,9 +324,9 @@ class DcpDirectory:
             "state": {},
             "param_groups": self._trees.numbered_groups(),
             "base_state": states,
-            "shape_info": {index: torch.Size(self._shape(parameter)) for index, parameter in enumerate(names)},
+            "shape_info": {index: self._shape(parameter) for index, parameter in enumerate(names)},
         }
-        return tree | ({"sharded_master_weights": masters} if masters else {})
+        return restore_types(tree | ({"sharded_master_weights": masters} if masters else {}))
 
     @reading
     def optimizer_names(self, at: Coordinates) -> list[str] | None:

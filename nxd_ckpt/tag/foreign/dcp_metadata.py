@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.dcp_names import DcpChunk
+from nxd_ckpt.formats.memory import torch_dtype
 from nxd_ckpt.formats.pickling import dumped
-from nxd_ckpt.formats.tensors import torch_dtype
 
 
 class _MemoryFormat:

@@ -23,58 +23,23 @@ torchao.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Generic, NamedTuple, TypeVar
-
-import torch
+from typing import Any, NamedTuple
 
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
-from nxd_ckpt.formats.low_precision import (
-    GROUP,
-    GROUP_NBYTES,
-    NUMBERS,
-    BlockGrid,
-    dequantized_fp8,
-    dequantized_mxfp4,
-)
-from nxd_ckpt.formats.tensors import (
-    StorageSpan,
-    TensorStub,
-    allocated,
-    byte_view,
-    contiguous_stride,
-    itemsize,
-    torch_dtype,
-)
+from nxd_ckpt.formats.block_grid import GROUP, GROUP_NBYTES, NUMBERS, BlockGrid
+from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, itemsize
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
-
-_WeightT = TypeVar("_WeightT")
-
-
-class _PartsReader(Generic[_WeightT]):
-    """Base class of readers of a weight's plain numbers: it keeps and closes the readers of the two parts."""
-
-    def __init__(self, weight: _WeightT, numbers: Reader, scales: Reader) -> None:
-        self._weight, self._numbers, self._scales = weight, numbers, scales
-
-    def close(self) -> None:
-        self._numbers.close()
-        self._scales.close()
-
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _SCALES_NBYTES = 16 * 2**20
 """Largest tensor of scales: a reader keeps it. With blocks of 128 x 128 it is that of 2**36 numbers or more."""
-_ELEMENTS = 2**20
-"""Numbers that are dequantized at once: with scales and results about 15 MiB."""
-
-
 class Block(NamedTuple):
     """Rows and columns of a matrix that share a scale; None stands for all."""
 
@@ -142,76 +107,10 @@ class Fp8Weight:
         span = StorageSpan(self.name, 0, self.numbers.numel * itemsize(self.dtype), None)
         return TensorStub(file, 0, self.dtype, shape, contiguous_stride(shape), span)
 
-    def reader(self, numbers: Reader, scales: Reader) -> Reader:
-        return _Fp8Reader(self, numbers, scales)
-
-
-class _Run(NamedTuple):
-    """Elements ``start`` to before ``stop`` of a weight; their bytes from ``skipped`` on go to ``memory``."""
-
-    start: int
-    stop: int
-    skipped: int
-    memory: memoryview
-
-
-class _Fp8Reader(_PartsReader[Fp8Weight]):
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        group: list[_Run] = []
-        count = 0
-        for run in self._runs(ranges):
-            length = run.stop - run.start
-            if group and count + length > _ELEMENTS:
-                self._read(group)
-                group, count = [], 0
-            group.append(run)
-            count += length
-        if group:
-            self._read(group)
-
-    def _runs(self, ranges: Sequence[tuple[int, memoryview]]) -> Iterator[_Run]:
-        """Yield the ranges as runs of at most `_ELEMENTS`."""
-        size = itemsize(self._weight.dtype)
-        for offset, memory in ranges:
-            end = offset + len(memory)
-            for start in range(offset // size, -(-end // size), _ELEMENTS):
-                stop = min(start + _ELEMENTS, -(-end // size))
-                begin = max(offset, start * size)
-                yield _Run(start, stop, begin - start * size, memory[begin - offset : min(end, stop * size) - offset])
-
-    def _read(self, runs: Sequence[_Run]) -> None:
-        weight, size = self._weight, itemsize(self._weight.dtype)
-        starts, stops = (torch.tensor([run[at] for run in runs]) for at in (0, 1))
-        numbers = allocated((int((stops - starts).sum()),), weight.numbers.dtype)
-        memory, at, parts = byte_view(numbers), 0, []
-        for run in runs:
-            length = run.stop - run.start
-            parts.append((weight.numbers.offset + run.start, memory[at : at + length]))
-            at += length
-        self._numbers.read_ranges(parts)
-        rounded = torch_dtype(weight.scales.dtype) if weight.rounds else torch.float32
-        places, lengths = weight.grid.segments(starts, stops)
-        plain = byte_view(dequantized_fp8(numbers, self._factors[places], lengths, torch_dtype(weight.dtype), rounded))
-        at = 0
-        for run in runs:
-            begin = at * size + run.skipped
-            run.memory[:] = plain[begin : begin + len(run.memory)]
-            at += run.stop - run.start
-
-    @cached_property
-    def _factors(self) -> torch.Tensor:
-        stub = self._weight.scales
-        scales = allocated((stub.numel,), stub.dtype)
-        self._scales.read_ranges([(stub.offset, byte_view(scales))])
-        return scales.float()
-
 
 BLOCKS, SCALES = "_blocks", "_scales"
-_DTYPE = "bfloat16"
-_GROUPS = 2**15
-"""Groups that are dequantized at once: some MiB."""
-
-
+MXFP4_DTYPE = "bfloat16"
+"""That of the plain numbers of MXFP4."""
 @dataclass(frozen=True)
 class Mxfp4Weight:
     """The tensor ``name``. Raises MalformedFile if its two parts do not match."""
@@ -235,32 +134,9 @@ class Mxfp4Weight:
         """Return the stub of the dequantized tensor in ``file``, where experts and outputs come before inputs."""
         experts, out, groups, _ = self.numbers.shape
         inner = groups * GROUP
-        nbytes = prod((experts, out, inner)) * itemsize(_DTYPE)
+        nbytes = prod((experts, out, inner)) * itemsize(MXFP4_DTYPE)
         span = StorageSpan(self.name, 0, nbytes, None)
-        return TensorStub(file, 0, _DTYPE, (experts, inner, out), (out * inner, 1, inner), span)
-
-    def reader(self, numbers: Reader, scales: Reader) -> Reader:
-        return _Mxfp4Reader(self, numbers, scales)
-
-
-class _Mxfp4Reader(_PartsReader[Mxfp4Weight]):
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        size = GROUP * itemsize(_DTYPE)
-        for offset, memory in ranges:
-            end = offset + len(memory)
-            for first in range(offset // size, -(-end // size), _GROUPS):
-                last = min(first + _GROUPS, -(-end // size))
-                begin, stop = max(offset, first * size), min(end, last * size)
-                numbers = self._dequantized(first, last)
-                memory[begin - offset : stop - offset] = numbers[begin - first * size : stop - first * size]
-
-    def _dequantized(self, first: int, last: int) -> memoryview:
-        """Return the numbers of the groups from ``first`` to before ``last``."""
-        blocks = torch.empty((last - first, GROUP_NBYTES), dtype=torch.uint8)
-        scales = torch.empty(last - first, dtype=torch.uint8)
-        self._numbers.read_ranges([(self._weight.numbers.offset + first * GROUP_NBYTES, byte_view(blocks))])
-        self._scales.read_ranges([(self._weight.scales.offset + first, byte_view(scales))])
-        return byte_view(dequantized_mxfp4(blocks, scales))
+        return TensorStub(file, 0, MXFP4_DTYPE, (experts, inner, out), (out * inner, 1, inner), span)
 
 
 QuantizedWeight = Fp8Weight | Mxfp4Weight
@@ -280,8 +156,10 @@ class DequantizedStorage(StorageWrapper):
     def open(self, key: str) -> Reader:
         if key not in self._weights:
             return self.inner.open(key)
+        from nxd_ckpt.tag.foreign.dequantizing import reader_of
+
         weight, numbers, scales = self._weights[key]
-        return weight.reader(self.inner.open(numbers), self.inner.open(scales))
+        return reader_of(weight, self.inner.open(numbers), self.inner.open(scales))
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         with closing(self.open(key)) as reader:

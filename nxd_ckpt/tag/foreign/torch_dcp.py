@@ -15,16 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nxd_ckpt.core.downloads import instead_of_data
 from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine
-from nxd_ckpt.formats.safe_globals import GLOBALS
-from nxd_ckpt.formats.tensors import dtype_name
+from nxd_ckpt.formats.safe_globals import global_of
+from nxd_ckpt.formats.tensors import dtype_name, itemsize, torch_class
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import TagFiles
 
@@ -179,11 +177,11 @@ def _keys(path: Any) -> tuple[Any, ...]:
 
 def _form(fields: Mapping[str, Any], name: str) -> WholeForm:
     dtype = fields["properties"].fields["dtype"]
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch_class("dtype")):
         raise MalformedFile(f"{name}: expected a dtype, found {shown(dtype)}")
     chunks = [chunk.fields for chunk in fields["chunks"]]
     sizes = {check_sizes(chunk["offsets"], name): check_form(chunk["sizes"], 1, name) for chunk in chunks}
-    return WholeForm(dtype_name(dtype), check_form(fields["size"], dtype.itemsize, name), sizes)
+    return WholeForm(dtype_name(dtype), check_form(fields["size"], itemsize(dtype_name(dtype)), name), sizes)
 
 
 def _inside(directory: str, name: str) -> str:
@@ -232,8 +230,9 @@ class _Machine(Machine):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _RECORD
-        if module in _INERT_MODULES and (module, name) in GLOBALS:
-            return GLOBALS[module, name]
+        found = global_of(module, name) if module in _INERT_MODULES else None
+        if found is not None:
+            return found
         raise UnsafePickle(f"its pickle asks for {module:.100}.{name:.100}, which no metadata of torch DCP holds")
 
 
