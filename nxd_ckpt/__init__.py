@@ -15,7 +15,7 @@
 ``Last``, ``Every``           rules for which tags to keep, for ``retain=``
 ``Best``, ``Within``
 ``Tier``                      one of the places that checkpoints go to, for ``tiers=``
-``remove_checkpoint``         removes tags by name, even while saving; `nxd_ckpt.prune` has it too
+``remove_checkpoint``         removes tags by name, even while saving
 ``convert``                   any checkpoint in any form and size; ``unshard_checkpoint``: one of them
 ``copy_checkpoint``           one tag, as it is, in another place
 ``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it

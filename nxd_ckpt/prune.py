@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from typing_extensions import Unpack
 
-from nxd_ckpt.api import remove_checkpoint
 from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.retention import Removed
@@ -19,16 +18,17 @@ from nxd_ckpt.core.retention_rules import Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import PruneKeywords
+from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.tags import PruneOptions
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
-from nxd_ckpt.tag.choosing import choose_tag, settled_tags
+from nxd_ckpt.tag.choosing import choose_tag, name_of, settled_tags
 from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.surveyed import surveyed
 from nxd_ckpt.tag.verify import Reading, lost_files, read_whole
 
-__all__ = ["Pruned", "Removed", "pin_checkpoint", "prune_checkpoints", "remove_checkpoint", "unpin_checkpoint"]
+__all__ = ["Pruned", "Removed", "pin_checkpoint", "prune_checkpoints", "remove_alone", "unpin_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,32 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
     storage = open_storage(path, storage_options=storage_options)
     require_directory(storage)
     return control_files.unpin(storage, validate_tag(tag))
+
+
+@as_checkpoint_errors()
+@takes()
+def remove_alone(
+    path: StrPath,
+    tags: Sequence[Tag],
+    *,
+    pinned: bool = False,
+    dry_run: bool = False,
+    storage_options: StorageOptions | None = None,
+) -> Removed:
+    """Remove tags as `nxd_ckpt.remove_checkpoint` does, from a process that does not save to the directory.
+
+    Raises:
+        DirectoryInUse: a live job saves there.
+    """
+    storage = open_storage(path, storage_options=storage_options)
+    names = [name_of(storage, tag) for tag in tags]
+    if dry_run:
+        return retention.plan_removal(storage, names, pinned)
+    session = open_session_alone(storage, DEFAULT_TIMEOUT)
+    try:
+        return retention.remove_tags(session, names, pinned)
+    finally:
+        session.close(clean=True)
 
 
 class _Judge:

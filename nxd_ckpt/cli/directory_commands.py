@@ -158,7 +158,7 @@ def _unfit(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     """
     from nxd_ckpt.errors import CorruptCheckpoint, UnreadableFormat
     from nxd_ckpt.examine.run_state import unsound
-    from nxd_ckpt.examine.statistics import not_finite, read_statistics
+    from nxd_ckpt.examine.stored_statistics import not_finite, read_statistics
     from nxd_ckpt.tag.opened import open_complete_tag
     from nxd_ckpt.tag.verify import lost_files
 

@@ -133,8 +133,8 @@ def _main(argv: Sequence[str] | None) -> int:
         # The reader of our output stopped, as `head` does. Buffered output must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
-    except (CheckpointError, OSError) as error:
-        if args.traceback:
+    except (CheckpointError, OSError, ModuleNotFoundError) as error:
+        if args.traceback or (isinstance(error, ModuleNotFoundError) and error.name != "torch"):
             raise
         print(f"nxd-ckpt: {text.red('error:', sys.stderr)} {text.printable(message_of(error, flags))}", file=sys.stderr)
         return command.code_of_error
@@ -212,6 +212,8 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def message_of(error: BaseException, flags: Mapping[str, str]) -> str:
     """Return the command's message for an error of a function or of the system."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"this needs {error.name}, which is not installed: pip install {error.name}"
     system = error.__cause__ if isinstance(error, StorageError) else error
     if isinstance(system, OSError) and isinstance(system.filename, str) and system.strerror:
         return f"{_user_path(system.filename)}: {system.strerror}"

@@ -175,13 +175,13 @@ def _named(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _rm(args: argparse.Namespace) -> int:
-    from nxd_ckpt.prune import remove_checkpoint
+    from nxd_ckpt.prune import remove_alone
     from nxd_ckpt.storage.urls import open_storage
     from nxd_ckpt.tag.choosing import settled_tags
 
     directory, tags = _named(args)
     for dry_run in (True, False)[: 2 - args.dry_run]:  # what is refused is refused before the lease is taken
-        done = remove_checkpoint(
+        done = remove_alone(
             directory, tags, pinned=args.pinned, dry_run=dry_run, storage_options=args.storage_options
         )
         if done.refused:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Short(reprlib.Repr):

@@ -18,7 +18,8 @@ from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch, PartLost, Part
 from nxd_ckpt.examine import counters
 from nxd_ckpt.examine.counters import Progress, whole_number
 from nxd_ckpt.examine.diff import same_digests
-from nxd_ckpt.examine.statistics import StatisticsByName, count_leaves, leaves_of, not_finite
+from nxd_ckpt.examine.statistics import count_leaves, leaves_of
+from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.loading.scheduled_rates import lacks_scheduled_rates

@@ -36,7 +36,8 @@ from nxd_ckpt.examine.run_state import (
     resume_line,
     unsound,
 )
-from nxd_ckpt.examine.statistics import StatisticsByName, checkpoint_statistics, not_finite, read_statistics
+from nxd_ckpt.examine.statistics import checkpoint_statistics
+from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite, read_statistics
 from nxd_ckpt.storage.urls import is_url, open_storage
 from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, is_tag, list_tags, require_directory
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory

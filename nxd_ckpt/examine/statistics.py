@@ -6,46 +6,30 @@ only, whose `Identity` they hold. A read-only directory has none, and damaged on
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from math import inf, isfinite, isinf, nan
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from nxd_ckpt import effects
 from nxd_ckpt.checkpoint import Checkpoint
-from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
-from nxd_ckpt.coordination.paths import STATISTICS, statistics_file
-from nxd_ckpt.core import document
-from nxd_ckpt.core.limits import checked_text
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.core.parsing import parsing
-from nxd_ckpt.errors import CheckpointError, MalformedFile, as_checkpoint_errors
-from nxd_ckpt.reshard.summary import PART, Summary, TensorStatistics
+from nxd_ckpt.errors import as_checkpoint_errors
+from nxd_ckpt.examine.stored_statistics import StatisticsByName, keeps_statistics, read_statistics, write_statistics
+from nxd_ckpt.reshard.summary import PART, Summary
+from nxd_ckpt.reshard.tensor_statistics import TensorStatistics
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.progress import watched
-from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 
 logger = logging.getLogger("nxd_ckpt")
 
-StatisticsByName = Mapping[str, TensorStatistics]
-
 _AHEAD = 64 * 2**20
 """Bytes that are requested before earlier ones are waited for: requested bytes occupy memory."""
-_VERSION = 1
-_COUNTS = 4
-"""Number of leading fields of the statistics that are counts; the others are measures."""
-_MOST = 2**63 - 1
-"""Maximum number of elements of a tensor."""
-
-
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of the tensors of a tag.
@@ -80,7 +64,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         TagReplaced: it was removed, or saved again, since it was opened.
     """
     opened = checkpoint.opened
-    cache = cache and checkpoint.as_recorded and _keeps_statistics(opened)
+    cache = cache and checkpoint.as_recorded and keeps_statistics(opened)
     with opened.guarded():
         cached = read_statistics(opened) if cache else None
         if cached is not None:
@@ -90,7 +74,7 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         statistics = count_leaves(checkpoint.whole, leaves, "statistics", progress)
         opened.require_unchanged()
     if cache and not problems:
-        _write_statistics(opened, statistics)
+        write_statistics(opened, statistics)
     return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
 
 
@@ -143,71 +127,3 @@ class _LeafCount:
                 for summary in self._waiting.pop(self._next):
                     self.summary.add_all(summary)
                 self._next += 1
-
-
-def _keeps_statistics(opened: OpenTag) -> bool:
-    """Return whether they can be stored: the tag has a name, and something marks which save it is."""
-    return bool(opened.tag) and opened.identity is not None and opened.identity.lasts
-
-
-def not_finite(statistics: StatisticsByName) -> list[str]:
-    """Return the names of tensors with NaN or infinities."""
-    return [name for name, counts in statistics.items() if counts.nans + counts.infs]
-
-
-def read_statistics(opened: OpenTag) -> StatisticsByName | None:
-    """Return the statistics of this very save by tensor name, which an earlier count stored; None if there are none.
-
-    Anyone may have written there: its content is used as far as it is plausible.
-    """
-    if not _keeps_statistics(opened):
-        return None
-    try:
-        return _read_file(opened)
-    except FileNotFoundError:
-        pass
-    except MalformedFile as error:
-        logger.warning("%s: stored statistics are not used, its tensors are read: %s", opened.where, error)
-    except (OSError, CheckpointError) as error:
-        logger.debug("statistics of %s are not used: %s", opened.where, error)
-    return None
-
-
-def _read_file(opened: OpenTag) -> StatisticsByName | None:
-    key = statistics_file(opened.tag)
-    where = f"{opened.storage.url}/{key}"
-    fields = document.small(opened.storage.read(key), where)
-    with parsing(where, "statistics of a tag"):
-        if [fields["format_version"], fields["kind"], fields["save"]] != [_VERSION, "statistics", opened.save]:
-            return None
-        return {checked_text(name): _statistics(numbers) for name, numbers in fields["tensors"].items()}
-
-
-def _write_statistics(opened: OpenTag, statistics: StatisticsByName) -> None:
-    """Store them, and remove those of removed tags. A directory that is not writable keeps none."""
-    storage = opened.storage
-    try:
-        storage.write(statistics_file(opened.tag), statistics_text(opened.save, statistics).encode())
-        drop_entries_of_lost_tags(storage, STATISTICS, statistics_file)
-    except (OSError, CheckpointError) as error:  # read-only, an archive, http, a name that is too long
-        logger.debug("statistics of %s are not kept: %s", opened.where, error)
-
-
-def statistics_text(save: str | None, statistics: StatisticsByName) -> str:
-    """Return the JSON of the statistics of a save."""
-    tensors = {
-        name: [number if isfinite(number) else None for number in astuple(numbers)]
-        for name, numbers in statistics.items()
-    }
-    fields = {"format_version": _VERSION, "kind": "statistics", "save": save, "tensors": tensors}
-    return json.dumps(fields, separators=(",", ":"))
-
-
-def _statistics(numbers: Any) -> TensorStatistics:
-    """Parse one tensor's numbers. Raises ValueError or TypeError for implausible ones."""
-    counts, measures = numbers[:_COUNTS], [nan if number is None else float(number) for number in numbers[_COUNTS:]]
-    mean, norm, absmax = measures
-    counted = {*map(type, counts)} == {int} and min(counts) >= 0 and sum(counts[1:]) <= counts[0] <= _MOST
-    if not (counted and not isinf(mean) and 0 <= norm < inf and 0 <= absmax < inf):
-        raise ValueError(f"expected counts and measures, found {numbers!r:.80}")
-    return TensorStatistics(*counts, *measures)

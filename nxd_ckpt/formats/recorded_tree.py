@@ -17,9 +17,9 @@ import torch
 
 from nxd_ckpt.core.limits import TREE_DEPTH, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.memory import TENSORS, torch_dtype
 from nxd_ckpt.formats.safe_globals import Keys
 from nxd_ckpt.formats.strides import Stride, note, noted
-from nxd_ckpt.formats.memory import TENSORS, torch_dtype
 from nxd_ckpt.formats.tensors import TensorReference, dtype_name
 
 _ITSELF = frozenset({int, bool, type(None)})

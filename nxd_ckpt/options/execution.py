@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.option_classes import Options, option
@@ -17,6 +18,9 @@ Names = Sequence[Sequence[str]]
 """Names of the parameters of each pipeline stage."""
 SavedNames = Sequence[Sequence[Sequence[str]]]
 """Names of the parameters of each param group, in order, for each pipeline stage."""
+
+Verify = bool | Literal["reading"]
+"""When a load compares digests: before anything changes (True), while it reads, or never."""
 
 BLANK = "?"
 """The beginning of a value in a template that is to be replaced."""

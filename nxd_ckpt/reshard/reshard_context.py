@@ -12,8 +12,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import torch
-
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
@@ -86,7 +84,7 @@ class ReshardContext:
         if first is None or last is None or (None not in digests and digests[0] != digests[1]):
             return
         values = self.opened.read(first)
-        if torch.equal(values, self.opened.read(last)) and bool((values != values.flatten()[:1]).any()):
+        if values.equal(self.opened.read(last)) and bool((values != values.flatten()[:1]).any()):
             raise PartNotFound(
                 f"{self.opened.where}: all ranks saved the same rows of model/{name}, though each trains rows of its "
                 "own. With kv_size_multiplier, NxD's merge_sharded_lora=True drops rows of the adapters that it "

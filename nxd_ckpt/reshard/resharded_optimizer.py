@@ -8,15 +8,13 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-import torch
-
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.reads import CutIndex, Read
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
-from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP
+from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP, restore_types
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, form_of, is_tensor, iter_tensors
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
@@ -139,8 +137,8 @@ class ReshardedOptimizer:
             # NxD counts the first from the keys of "state", which is empty: always 1.
             offsets = (1, groups_before, slots_before, slots_before)
             tree = {**dict(zip(EXPERT_KEYS, offsets, strict=True)), **tree}
-        tree["shape_info"] = {index: torch.Size(slot.spec.shape) for index, slot in enumerate(slots)}
-        return tree | ({MASTERS: masters} if masters else {}) | dict(self.own)
+        tree["shape_info"] = {index: slot.spec.shape for index, slot in enumerate(slots)}
+        return restore_types(tree | ({MASTERS: masters} if masters else {}) | dict(self.own))
 
     def slot(self, name: str, spec: ParameterSpec) -> SavedSlot | None:
         """Return the saved slot of the parameter ``spec``; None if the optimizer had no such parameter.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import hypot, inf, isfinite, nan, sqrt
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from nxd_ckpt import effects
+from nxd_ckpt.reshard.tensor_statistics import TensorStatistics
 
 CHUNK = 2**16
 """Elements that are compared at once; few enough to fit the processor's cache, also as float64."""
@@ -33,43 +33,6 @@ _MOST = 2**63 - 1
 """Largest possible number of elements of a tensor."""
 _SMALLER = 2.0**-64
 """Factor by which sums are scaled down, so that no float64 tensor makes them overflow."""
-
-
-@dataclass(frozen=True)
-class TensorStatistics:
-    """Statistics of one tensor; a complex element counts as two numbers.
-
-    Attributes:
-        numel: how many numbers it has.
-        nans, infs: how many are NaN, and infinite. The fields below cover finite numbers only.
-        zeros: how many are 0.
-        mean: their mean; NaN if there is no finite number.
-        norm: the root of the sum of squares, at most the largest float64.
-        absmax: the largest absolute value.
-    """
-
-    numel: int
-    nans: int
-    infs: int
-    zeros: int
-    mean: float
-    norm: float
-    absmax: float
-
-    @property
-    def finite(self) -> int:
-        """How many numbers are neither NaN nor infinite."""
-        return self.numel - self.nans - self.infs
-
-    @property
-    def zero_share(self) -> float:
-        """The share of zeros, from 0 to 1; 0 for an empty tensor."""
-        return self.zeros / self.numel if self.numel else 0.0
-
-    @property
-    def rms(self) -> float:
-        """The root of the mean square; 0 if there is no finite number."""
-        return self.norm / sqrt(self.finite) if self.finite else 0.0
 
 
 class _Form(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nxd_ckpt.core.filtering import IgnoreKeys
 from nxd_ckpt.core.names import is_own, is_own_folder
 from nxd_ckpt.core.option_classes import Options, option, options_of
 from nxd_ckpt.core.partition import Partition
@@ -16,7 +17,6 @@ from nxd_ckpt.core.tag_templates import filled_tag
 from nxd_ckpt.core.tags import tag_of_step, validate_tag
 from nxd_ckpt.core.units import Size, size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, InvalidTag
-from nxd_ckpt.live.ignoring import IgnoreKeys
 from nxd_ckpt.storage.urls import ARCHIVES
 
 CHUNK = 16 * 2**20

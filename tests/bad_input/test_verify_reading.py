@@ -25,7 +25,7 @@ from nxd_ckpt.errors import (
     MalformedFile,
     StorageError,
 )
-from nxd_ckpt.loading.options import Verify
+from nxd_ckpt.options.execution import Verify
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.interop.saving import save_as_every_rank

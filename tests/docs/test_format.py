@@ -17,7 +17,7 @@ from nxd_ckpt import Checkpointer, Partition
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.dcp_names import DcpNames
-from nxd_ckpt.examine.statistics import statistics_text
+from nxd_ckpt.examine.stored_statistics import statistics_text
 from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import DOCS, FORMAT, code_blocks, tables, unquoted

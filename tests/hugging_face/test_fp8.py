@@ -20,7 +20,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.foreign import quantization
+from nxd_ckpt.tag.foreign import dequantizing
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import quantization_of
 from tests.formats.assemblies import read_leaf
@@ -121,7 +121,7 @@ def test_any_part_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactory,
     whole = (state["x"].float() * spread(state["x_scale_inv"], shape, block)).bfloat16()
     bounds = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantization, "_ELEMENTS", data.draw(st.integers(1, 20)))
+        patch.setattr(dequantizing, "_ELEMENTS", data.draw(st.integers(1, 20)))
         directory = opened(path, fine_grained(list(block)), state)
         box = Box(tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds))
         part = Assembly.of(directory.tensor("x")).within(box)

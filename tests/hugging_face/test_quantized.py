@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.low_precision import dequantized_mxfp4
-from nxd_ckpt.tag.foreign import quantization
+from nxd_ckpt.tag.foreign import dequantizing
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights
 from tests.migrate.dcp_directory import from_dcp
@@ -57,7 +57,7 @@ def write_quantized(path: Path) -> State:
 def test_weights_of_4_bits_are_imported_and_loaded_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what transformers makes of them, cut for the ranks of a job, in parts of a few groups; an export's
     config.json no longer says that weights are quantized."""
-    monkeypatch.setattr(quantization, "_GROUPS", 7)
+    monkeypatch.setattr(dequantizing, "_GROUPS", 7)
     expected = write_quantized(tmp_path / "hub")
     convert(tmp_path / "hub", tmp_path / "run" / "step_0", to="tag", names="nxd", dp=2, tp=2, ep=2, fuse_qkv=True)
     convert(tmp_path / "run" / "step_0", tmp_path / "out", to="hf", config=tmp_path / "hub")

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from nxd_ckpt import Checkpointer, Partition, Topology
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.loading.options import Verify
+from nxd_ckpt.options.execution import Verify
 from nxd_ckpt.storage import progress
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, recording

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.loading.options import Verify
+from nxd_ckpt.options.execution import Verify
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.reference import Model
