@@ -13,14 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from nxd_ckpt.core.limits import TREE_DEPTH, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.memory import TENSORS, torch_dtype
 from nxd_ckpt.formats.safe_globals import Keys
 from nxd_ckpt.formats.strides import Stride, note, noted
-from nxd_ckpt.formats.tensors import TensorReference, dtype_name
+from nxd_ckpt.formats.tensors import TensorReference, dtype_name, tensor_types, torch_class
 
 _ITSELF = frozenset({int, bool, type(None)})
 
@@ -58,6 +56,7 @@ class _NotRecorded(Exception):
 class _Recorder:
     def __init__(self, stride_of: Callable[[Any], Stride | None]) -> None:
         self._stride_of = stride_of
+        self._tensors = tensor_types()
         self._containers: set[int] = set()
         self._left = _NBYTES
         self.tensors = 0
@@ -77,7 +76,7 @@ class _Recorder:
             if kind is int and node.bit_length() > _INTEGER_BITS:
                 raise _NotRecorded
             return node
-        if isinstance(node, TENSORS):
+        if isinstance(node, self._tensors):
             self.tensors += 1
             stride = self._stride_of(node)
             return [] if stride is None else ["tensor", *stride]
@@ -85,9 +84,9 @@ class _Recorder:
             return node if math.isfinite(node) else ["float", repr(node)]
         if kind is tuple:
             return ["tuple", *(self.element(child, depth + 1) for child in node)]
-        if kind is torch.Size:
+        if kind is torch_class("Size"):
             return ["Size", *node]
-        if kind is torch.dtype:
+        if kind is torch_class("dtype"):
             return ["dtype", dtype_name(node)]
         if kind is bytes:
             self._spend(2 * len(node))
@@ -168,13 +167,22 @@ def _stride(parts: Sequence[Any]) -> Stride:
 
 
 def _plain(name: str, parts: Sequence[Any]) -> Any:
-    if name == "Size":
-        return torch.Size(check_sizes(parts, "a recorded size"))
+    if name in ("Size", "dtype"):
+        return _of_torch(name, parts)
     (text,) = parts
-    if name == "dtype":
-        return torch_dtype(text)
     if name == "bytes":
         return base64.b64decode(text, validate=True)
     if text not in ("nan", "inf", "-inf"):
         raise MalformedFile(f"its recorded tree has the number {shown(text)}")
     return float(text)
+
+
+def _of_torch(name: str, parts: Sequence[Any]) -> Any:
+    import torch
+
+    from nxd_ckpt.formats.memory import torch_dtype
+
+    if name == "Size":
+        return torch.Size(check_sizes(parts, "a recorded size"))
+    (text,) = parts
+    return torch_dtype(text)
