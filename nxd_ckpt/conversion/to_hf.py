@@ -26,9 +26,8 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
     UnsupportedState,
 )
-from nxd_ckpt.formats.memory import cast_dtype
 from nxd_ckpt.formats.safetensors import TensorForm
-from nxd_ckpt.formats.tensors import Assembly, dtype_name
+from nxd_ckpt.formats.tensors import Assembly, cast_dtype, dtype_name
 from nxd_ckpt.hugging_face.adapter_mapping import PREFIX, AdapterMapping, adapter_mapping
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget

@@ -35,13 +35,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def cast_dtype(dtype: str, target: str | None) -> str:
-    """Return the dtype that a tensor is cast to: floating-point numbers to ``target``, if not None; others stay."""
-    if target is None or not torch_dtype(dtype).is_floating_point:
-        return dtype
-    return target
-
-
 def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return an uninitialised tensor on the CPU, contiguous or with the given ``stride`` in elements.
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.core.limits import TREE_DEPTH, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.formats.memory import torch_dtype
 from nxd_ckpt.formats.safe_globals import Keys
 from nxd_ckpt.formats.strides import Stride, note, noted
 from nxd_ckpt.formats.tensors import TensorReference, dtype_name, tensor_types, torch_class
@@ -180,6 +179,7 @@ def _plain(name: str, parts: Sequence[Any]) -> Any:
 def _of_torch(name: str, parts: Sequence[Any]) -> Any:
     import torch
 
+    from nxd_ckpt.formats.memory import torch_dtype
 
     if name == "Size":
         return torch.Size(check_sizes(parts, "a recorded size"))

@@ -352,6 +352,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def cast_dtype(dtype: str, target: str | None) -> str:
+    """Return the dtype that a tensor is cast to: floating-point numbers to ``target``, if not None; others stay."""
+    return dtype if target is None or not is_floating(dtype) else target
+
+
+def is_floating(dtype: str) -> bool:
+    """Return whether it is a dtype of floating-point numbers, as torch says of it; complex ones are not."""
+    return dtype.startswith(("float", "bfloat"))
+
+
 @cache
 def itemsize(name: str) -> int:
     """Return the bytes per element of the dtype of a name. Raises InvalidArgument if the installed torch has none."""

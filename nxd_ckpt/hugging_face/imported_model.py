@@ -17,8 +17,8 @@ from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, TopologyMismatch
-from nxd_ckpt.formats.memory import cast_dtype
 from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
+from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
 from nxd_ckpt.hugging_face.mapping import Match, ModelMapping, Rule
 from nxd_ckpt.hugging_face.packed_tensors import HuggingFaceTensors, UnpackedTensors

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.core.manifest import Parts
@@ -156,9 +154,9 @@ def _masters_apart(tree: dict[str, Any]) -> dict[str, Any]:
     rest = {
         index: {key: value for key, value in state.items() if key != MASTER_WEIGHTS} for index, state in states.items()
     }
-    shapes = {index: torch.Size(master.shape) for index, master in masters.items()}
+    shapes = {index: master.shape for index, master in masters.items()}
     apart = {"base_state": {**tree["state"], **rest}, "shape_info": shapes, "sharded_master_weights": masters}
-    return {**tree, "state": {}, **apart}
+    return restore_types({**tree, "state": {}, **apart})
 
 
 class PayloadFile:

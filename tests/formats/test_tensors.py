@@ -15,17 +15,25 @@ import torch
 from nxd_ckpt.core.dtypes import NBYTES
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.memory import byte_view, torch_dtype
-from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, dtype_name, itemsize, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import (
+    StorageSpan,
+    TensorStub,
+    dtype_name,
+    is_floating,
+    itemsize,
+    iter_tensors,
+    map_tensors,
+)
 from tests.formats.helpers import DTYPES
 
 pytestmark = pytest.mark.plain
 
 
 @pytest.mark.parametrize("name", NBYTES)
-def test_elements_have_the_size_that_torch_says(name: str) -> None:
+def test_dtypes_are_as_torch_says(name: str) -> None:
     """Torch is not asked for it. A dtype that neither knows has none."""
     dtype = getattr(torch, name, None)
-    assert dtype is None or dtype.itemsize == itemsize(name)
+    assert dtype is None or (dtype.itemsize, dtype.is_floating_point) == (itemsize(name), is_floating(name))
     with pytest.raises(InvalidArgument, match="no dtype 'float7'"):
         itemsize("float7")
 
