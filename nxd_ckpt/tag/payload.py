@@ -15,6 +15,7 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, is_optimizer, reading
