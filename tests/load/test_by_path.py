@@ -36,7 +36,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain]
+pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 class Net(torch.nn.Module):
