@@ -130,7 +130,8 @@ def traits_of(tensor: torch.Tensor) -> Any:
     if not is_dtensor(tensor):
         return None
     about: Any = tensor
-    return about.device_mesh, about.placements, tensor.shape
+    kinds = tuple(map(type, about.placements))  # to torch 2.9 a strided shard equals a plain one
+    return about.device_mesh, about.placements, kinds, tensor.shape
 
 
 @lru_cache(maxsize=4096, typed=True)  # to torch a strided shard equals a plain one
