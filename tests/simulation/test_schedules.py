@@ -256,6 +256,12 @@ FOUND = [
         5000428, (Save("a", 1, True, 1), Save("b", 2, True, 1), Save("a", 3, False, 1)), "full", rank=1, at=10,
         machines=("one", "two", "three"), swaps=False, local=True, links=True,
     ),
+    # A host stood still while it was to write `done`. Rank 0 found none, and said that the save had failed. The host
+    # woke and wrote it, and the rank there said that it was saved.
+    HostsSchedule(
+        47001130, (Save("a", 1, overwrite=True), Save("a", 2, overwrite=True)), "stall", rank=1, at=142, has_group=True,
+        machines=("one", "two", "one", "two"), replicas=2, swapped=True, crossed=True,
+    ),
 ]
 
 
