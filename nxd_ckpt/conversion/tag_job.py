@@ -6,16 +6,19 @@ modified in place. neuronx_distributed does write into files of a tag that it sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.data_position import Position
-from nxd_ckpt.core.manifest import FileEntry, Parts, RankIndex
+from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, Parts, RankIndex, TensorEntry
 from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.formats.state import SaveState
+from nxd_ckpt.errors import DigestMismatch, UnsupportedState
+from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.state import SaveState, StateTensor
+from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.loading.load_attempt import unwrapped
@@ -25,7 +28,7 @@ from nxd_ckpt.output.source import Source, open_as_tag
 from nxd_ckpt.reshard.resharded_state import recorded_parameters
 from nxd_ckpt.reshard.target import Target, target_state
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.transfer import Progress, StoredFile, link_or_copy
+from nxd_ckpt.storage.transfer import Progress, StoredFile, copy, link_or_copy
 from nxd_ckpt.tag.opened import OpenTag
 
 
@@ -116,7 +119,12 @@ class Input:
             return index
         opened, at = self.opened, topology.coordinates
         listed, tensors, parameters = dict(self._objects(topology)), index.tensors, index.parameters
-        if self._job.keeps_model and topology.writer_of(at) == at:
+        files: dict[str, FileEntry] = {}
+        passes_model = self._job.keeps_model and topology.writer_of(at) == at
+        if passes_model and opened.manifest is None:
+            files, copied, parameters = self._copy_foreign_model(topology, folder, progress)
+            tensors += copied
+        elif passes_model:
             replicas = opened.topology.replicas(at, expert=opened.topology.ep > 1)
             group = [opened.index(opened.topology.coordinates_of(rank)) for rank in replicas]
             listed |= {file: entry for own in group for file, entry in own.files.items() if _is_model(file)}
@@ -124,7 +132,6 @@ class Input:
             # From the manifest, since the commit knew more than each index.
             recorded = recorded_parameters(opened, {})
             parameters = {**parameters, **{name: recorded[name] for name in group[0].parameters}}
-        files = {}
         for file, entry in listed.items():
             source = StoredFile(opened.storage, f"{opened.tag}/{file}")
             files[file] = link_or_copy(source, StoredFile(self._storage, f"{folder}/{file}"), entry, progress)
@@ -133,6 +140,64 @@ class Input:
         for directory in names.folders_of(files) if files else ():
             self._storage.sync_dir(f"{folder}/{directory}".rstrip("/"))
         return replace(index, files={**index.files, **files}, tensors=tensors, parameters=parameters)
+
+    def _copy_foreign_model(
+        self, topology: Topology, folder: str, progress: Progress
+    ) -> tuple[dict[str, FileEntry], tuple[TensorEntry, ...], dict[str, ParameterSpec]]:
+        """Copy the model of NxD's rank; return entries for its files, tensors and parameters, as an index has them.
+
+        Cuts are recorded only where they are certain: NxD's files do not tell them. A load of the result uses the live
+        parameters' cuts then, as for NxD's own tag.
+        """
+        opened, at = self.opened, topology.coordinates
+        sizes = opened.topology
+        recorded = recorded_parameters(opened, {}) if (sizes.tp, sizes.ep) == (1, 1) else {}
+        tree = opened.model_tree(at)
+        leaves = [(".".join(map(str, path)), stub) for path, stub in iter_tensors(tree, TensorStub)]
+        files: dict[str, FileEntry] = {}
+        tensors: list[TensorEntry] = []
+        for file in self._foreign_files(names.model_file(topology, at)):
+            own = [(name, stub) for name, stub in leaves if stub.file == file]
+            source = StoredFile(opened.storage, f"{opened.tag}/{file}")
+            records = {stub.storage.offset: stub.storage.nbytes for _, stub in own}
+            files[file], blocks = copy(source, StoredFile(self._storage, f"{folder}/{file}"), records, progress)
+            for name, stub in own:
+                self._compare(name, stub, blocks[stub.storage.offset])
+                about = StateTensor(f"model/{name}", recorded.get(name))
+                tensors.append(
+                    TensorEntry(
+                        about.name,
+                        file,
+                        stub.storage.offset,
+                        stub.storage.nbytes,
+                        stub.dtype,
+                        stub.shape,
+                        tuple(blocks[stub.storage.offset]),
+                        about.pieces(topology, stub.shape),
+                    )
+                )
+        parameters = {name: recorded[name] for name in tree if at.tp_rank == 0 and name in recorded}
+        return files, tuple(tensors), parameters
+
+    def _foreign_files(self, file: str) -> Iterator[str]:
+        storage, tag = self.opened.storage, self.opened.tag
+        yield file
+        if storage.is_file(f"{tag}/{names.info_file(file)}"):
+            yield names.info_file(file)
+        folder = names.tensors_dir(file)
+        yield from (f"{folder}/{entry.name}" for entry in storage.list(f"{tag}/{folder}"))
+
+    def _compare(self, name: str, stub: TensorStub, blocks: Sequence[int]) -> None:
+        """Compare what was copied with the digest in NxD's file."""
+        where, storage = f"{self.opened.where}/{stub.file}, tensor {name!r}", stub.storage
+        if stub.nbytes != storage.nbytes or not stub.is_contiguous or storage.crc32 is None:
+            raise UnsupportedState(
+                f"{where}: it is a view of a larger one, or its file records no digest, so the file cannot be passed "
+                "through. Convert the optimizer alone (optim_only=True), or save the checkpoint again with nxd_ckpt"
+            )
+        crc = crc32.combine_blocks(blocks, storage.nbytes)
+        if crc != storage.crc32:
+            raise DigestMismatch(f"{where}: expected CRC-32 {storage.crc32:08x}, found {crc:08x}: its bytes changed")
 
     def _objects(self, topology: Topology) -> Iterator[tuple[str, FileEntry | None]]:
         """Yield the files of other parts with their entries in the input's index, if it has any.

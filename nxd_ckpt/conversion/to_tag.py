@@ -68,8 +68,7 @@ def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptio
     if converts_optimizer:
         sizes = _zero1_sizes(opened, chosen)
     recuts = source.is_tag and chosen.tp not in (None, opened.topology.tp)
-    # The digests of NxD's files are in them: its model is read and written as any other.
-    keeps_model = converts_optimizer and saved.model and opened.manifest is not None and not chosen.optim_only
+    keeps_model = converts_optimizer and saved.model and not chosen.optim_only
     what = Target(
         _topology(opened.topology, sizes),
         optimizer=_kind(saved, source.is_tag, chosen),

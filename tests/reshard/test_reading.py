@@ -131,7 +131,7 @@ def test_a_rank_reads_its_part_of_the_model(
     for tp_rank in range(2):
         read = storage.nbytes[f"model/dp_rank_00_tp_rank_{tp_rank:02}_pp_rank_00.pt"]
         least = (wanted[tp_rank] + (verified[tp_rank] if verify else 0)) * MIB
-        assert least <= read <= least + MIB
+        assert least - MIB // 8 <= read <= least + MIB  # behind the last column of a piece nothing is read
     assert torch.equal(expected(WEIGHTS, live_layout, live.at)["model"]["wide"], live.held()["model"]["wide"])
 
 
