@@ -32,6 +32,7 @@ from nxd_ckpt.errors import (
     MalformedFile,
     PartNotFound,
     UnsafePickle,
+    UnsupportedState,
 )
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
@@ -266,6 +267,18 @@ def test_what_lies_beside_the_optimizer_loads_too(tmp_path: Path, source: str) -
     assert [] == differs(model, optimizer, job)
     kept = {"accelerate": None, "ColossalAI": {"running_states": {"epoch": 0, "step": 3, "sample_start_index": 12}}}
     assert kept.get(source, {"trainer_state": {"global_step": 3}}) == content
+
+
+def test_of_several_optimizers_none_is_guessed(tmp_path: Path) -> None:
+    """accelerate's files do not say whose parameters are whose; the model alone loads."""
+    job = trained()
+    path = accelerates(tmp_path / "there", job)
+    (path / "optimizer_1.bin").write_bytes((path / "optimizer.bin").read_bytes())
+    model = Net()
+    with pytest.raises(UnsupportedState, match=r"several optimizers, optimizer\.bin and .*optimizer_1\.bin"):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    load_checkpoint(path, model=model)
+    assert [] == differs(model, None, job)
 
 
 @pytest.mark.parametrize("safe", [False, True])

@@ -16,7 +16,7 @@ from nxd_ckpt.core import document
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import KeyMismatch, MalformedFile, UnsafePickle
+from nxd_ckpt.errors import KeyMismatch, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import require_directory
@@ -228,7 +228,7 @@ class WeightsLayout(PayloadFile):
     def parts(self) -> Parts:
         try:
             return replace(super().parts(), model=True)
-        except UnsafePickle:  # as long as only the model is read, nothing of it is needed
+        except (UnsafePickle, UnsupportedState):  # as long as only the model is read, nothing of it is needed
             has_scheduler = self._beside is not None and scheduler_in(self._beside) is not None
             return Parts(model=True, optimizer="plain", scheduler=has_scheduler, user_content=bool(self._rest))
 

@@ -13,6 +13,7 @@ tests/migrate/sources.md has the sources.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from nxd_ckpt.core import document, names
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.tag.files import TagFiles
@@ -40,6 +41,7 @@ _BESIDE = ("optimizer.pt", "optimizer.bin", OPTIMIZER_DOCUMENT)
 """Files of an optimizer that show nothing without a model beside them."""
 _OF_A_TAG = names.optimizer_file(Topology(), Coordinates(), "plain")
 """The optimizer of a tag whose model is the trainer's file."""
+_FURTHER = re.compile(r"optimizer_\d+\.bin")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin", "lr_scheduler", "scheduler")
 _CONTENTS = ("trainer_state.json", "running_states.json")
 
@@ -123,6 +125,20 @@ def _tree(files: TagFiles, file: str) -> dict[str, Any]:
     return tree
 
 
+def _accelerates(files: TagFiles, file: str) -> dict[str, Any]:
+    """Read the only optimizer of accelerate.
+
+    Raises UnsupportedState for several: no file says which parameters are whose.
+    """
+    others = sorted(name for name in files.names() if _FURTHER.fullmatch(name))
+    if others:
+        raise UnsupportedState(
+            f"{files.directory} has several optimizers, {file} and {first_of(others)}, and nothing says which "
+            "parameters each has: load the model alone, or resume with nxd_ckpt.integrations.accelerate"
+        )
+    return _tree(files, file)
+
+
 def _json(files: TagFiles, file: str) -> dict[str, Any]:
     return document.small(files.storage.read(files.key(file)), files.where(file))
 
@@ -188,7 +204,8 @@ def _colossalai(files: TagFiles, index: str) -> dict[str, Any]:
 
 
 _OPTIMIZERS: Mapping[str, Callable[[TagFiles, str], dict[str, Any]]] = {
-    **dict.fromkeys(("optim.pt", *_BESIDE[:2], _OF_A_TAG), _tree),
+    **dict.fromkeys(("optim.pt", "optimizer.pt", _OF_A_TAG), _tree),
+    "optimizer.bin": _accelerates,
     OPTIMIZER_DOCUMENT: _exported,
     **dict.fromkeys(("optim/index.json", "optim.json"), _unsharded),
     **dict.fromkeys((f"optimizer/{_COLOSSALAI}", f"optim/{_COLOSSALAI}", _COLOSSALAI), _colossalai),
