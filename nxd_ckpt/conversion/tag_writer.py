@@ -276,7 +276,7 @@ class WorkerPool:
 
 
 _writer: RankWriter
-"""That of this process, if it is a worker."""
+"""The writer of this process, if that is a worker."""
 
 
 def _enter(writer: RankWriter) -> None:

@@ -63,11 +63,11 @@ def _start(process: BaseProcess) -> None:
             process._unblocks = _Unblocks()  # type: ignore[attr-defined]
             _original_start(process)
             return
-        told, tells = multiprocessing.Pipe(duplex=False)
-        process._target = _Shielded(target, told, frozenset(_ignored))  # type: ignore[attr-defined]
+        ending, sender = multiprocessing.Pipe(duplex=False)
+        process._target = _Shielded(target, ending, frozenset(_ignored))  # type: ignore[attr-defined]
         _original_start(process)
     _shielded.add(process)
-    process._popen.terminate = partial(_end, tells)  # type: ignore[attr-defined]
+    process._popen.terminate = partial(_end, sender)  # type: ignore[attr-defined]
 
 
 def _is_of_a_loader(target: Any) -> bool:
@@ -87,9 +87,9 @@ def _start_forkserver() -> None:
     _server = server._forkserver_pid
 
 
-def _end(tells: Connection) -> None:
+def _end(sender: Connection) -> None:
     with suppress(OSError):  # it has ended by itself
-        tells.send_bytes(b"end")
+        sender.send_bytes(b"end")
 
 
 @contextmanager
@@ -111,9 +111,9 @@ class _Unblocks:
 class _Shielded:
     """A worker's main function."""
 
-    def __init__(self, target: Callable[..., Any], told: Connection, numbers: frozenset[int]) -> None:
+    def __init__(self, target: Callable[..., Any], ending: Connection, numbers: frozenset[int]) -> None:
         self._target = target
-        self._told = told
+        self._ending = ending
         self._numbers = numbers
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -139,7 +139,7 @@ class _Shielded:
 
     def _watch(self, parent: int) -> None:
         """End the worker with its parent, or when its parent says so. To torch, exit code 0 is no failure."""
-        while os.getppid() == parent and not self._told.poll(_POLL_SECONDS):
+        while os.getppid() == parent and not self._ending.poll(_POLL_SECONDS):
             pass
         os._exit(0)
 

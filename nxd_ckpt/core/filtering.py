@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import translate
 
 IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
-"""What callers pass to leave names out: a glob, several, or a function from all names to those left out."""
+"""A choice of names to leave out: a glob, several, or a function from all names to those left out."""
 
 _WILD = re.compile(r"[*?\[]")
 

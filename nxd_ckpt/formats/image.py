@@ -51,7 +51,7 @@ class Image(ABC):
 
     @property
     def recorded(self) -> RecordedTree | None:
-        """What the file holds, for an index; None if only the file can tell."""
+        """The file's tree for an index; None if only the file can tell it."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""What is counted of a tensor's values."""
+"""Counts and sums of a tensor's values."""
 
 from __future__ import annotations
 

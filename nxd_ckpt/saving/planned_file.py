@@ -50,7 +50,7 @@ class PlannedFile:
 
     @property
     def tree(self) -> RecordedTree | None:
-        """What a settled file holds, if the index lists all tensors of it."""
+        """The tree of a settled file for the index, if that lists all tensors of the file."""
         tree = self.image.recorded
         return None if tree is None or tree.tensors != len(self.tensors) else tree
 

@@ -134,15 +134,17 @@ def with_given_model(opened: OpenTag, verifies: bool) -> OpenTag:
     and DigestMismatch for such files.
     """
     manifest = opened.manifest
-    if manifest is None or manifest.parts.model or not has_weights(manifest.guests):
+    if manifest is None or manifest.parts.model:
         return opened
-    memory = memoryview(bytearray(CRC_BLOCK if verifies else 0))
-    for file, entry in manifest.guests.items() if verifies else ():
-        if has_weights([file]):
-            verify_file(opened.storage, f"{opened.tag}/{file}", entry, memory, Counter())
-    return OpenTag(
-        opened.storage, opened.tag, WeightsLayout(open_weights(opened.storage, opened.tag)), None, opened.identity
-    )
+    weights = [file for file in manifest.guests if has_weights([file])]
+    if not weights:
+        return opened
+    storage, tag = opened.storage, opened.tag
+    if verifies:
+        memory = memoryview(bytearray(CRC_BLOCK))
+        for file in weights:
+            verify_file(storage, f"{tag}/{file}", manifest.guests[file], memory, Counter())
+    return OpenTag(storage, tag, WeightsLayout(open_weights(storage, tag)), None, opened.identity)
 
 
 def _may_be_one(storage: Storage, key: str) -> bool:

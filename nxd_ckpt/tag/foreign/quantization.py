@@ -110,7 +110,7 @@ class Fp8Weight:
 
 BLOCKS, SCALES = "_blocks", "_scales"
 MXFP4_DTYPE = "bfloat16"
-"""That of the plain numbers of MXFP4."""
+"""The dtype of MXFP4's plain numbers."""
 @dataclass(frozen=True)
 class Mxfp4Weight:
     """The tensor ``name``. Raises MalformedFile if its two parts do not match."""
