@@ -253,7 +253,6 @@ def _report(args: argparse.Namespace) -> int:
             args.storage_options,
             count=args.count,
             doctor=args.doctor,
-            diff=args.diff,
             progress=not args.quiet,
             tiers=args.tier,
             cache=not args.no_cache,
@@ -294,9 +293,6 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
         "finite values only (default: 2)",
     )
     parser.add_argument(
-        "--diff", action="store_true", help="compare the weights of the latest tag with the one before, layer by layer"
-    )
-    parser.add_argument(
         "--no-cache", action="store_true", help="read the N latest tags in any case, and store nothing beside them"
     )
     parser.add_argument("--doctor", action="store_true", help="examine the latest tag as nxd-ckpt doctor does")
@@ -315,11 +311,11 @@ REPORT = Command(
     summary="write a page that shows the checkpoints in a directory",
     description=(
         "Write one HTML file that shows a directory of checkpoints, or a tag: first whether the run is healthy and "
-        "from which tag it can be resumed, then metrics, seconds and sizes of the saves, ranks, bytes by module, and "
-        "the health of the tensors: norms over tags, means, NaN, zeros. It needs no network, and runs nothing from a "
-        "checkpoint. The statistics are stored beside the tags, in .nxd_ckpt/statistics, so that the next report reads "
-        "new tags only; --no-cache stores nothing. For a Hugging Face directory it shows the tensors' sizes. Problems "
-        "are on the page; the exit code is 1 only without a complete tag, which the page says too."
+        "from which tag it can be resumed, then metrics, seconds and sizes of the saves, ranks, and the health of the "
+        "tensors: norms over tags, means, NaN, zeros. It needs no network, and runs nothing from a checkpoint. The "
+        "statistics are stored beside the tags, in .nxd_ckpt/statistics, so that the next report reads new tags only; "
+        "--no-cache stores nothing. Problems are on the page; the exit code is 1 only without a complete tag, which "
+        "the page says too."
     ),
     operands=(("DIR", "a checkpoint directory or URL, or a tag in it"),),
     add_flags=_add_report_flags,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import median_low
@@ -24,7 +24,6 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import step_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.examine.diff import TensorDifference, diff_checkpoints
 from nxd_ckpt.examine.doctor import examine_checkpoint
 from nxd_ckpt.examine.run_state import (
     StateLine,
@@ -39,17 +38,11 @@ from nxd_ckpt.examine.run_state import (
 from nxd_ckpt.examine.statistics import checkpoint_statistics
 from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite, read_statistics
 from nxd_ckpt.storage.urls import is_url, open_storage
-from nxd_ckpt.tag.directory import describe_incomplete, holds_tags, is_tag, list_tags, require_directory
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.tag.directory import describe_incomplete, list_tags, require_directory
 from nxd_ckpt.tag.listing import locate, opened_document, time_text
 
-_RANKS = 1024
-"""Up to this many ranks, each rank's bytes are shown: that reads an index per rank."""
 _SAVES = 3
 """Number of saves from which on a constant weight is reported."""
-
-_ADAM = (("model", ""), ("optim", "/exp_avg"), ("optim", "/exp_avg_sq"))
-"""Prefix and suffix of the names of a weight and its Adam moments."""
 
 
 def report_document(
@@ -58,7 +51,6 @@ def report_document(
     *,
     count: int,
     doctor: bool,
-    diff: bool,
     progress: bool,
     tiers: Sequence[str],
     cache: bool,
@@ -66,16 +58,13 @@ def report_document(
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
 
     The tensors of the ``count`` latest tags are read, without ``cache`` even if their statistics are stored; older tags
-    appear with stored ones. ``doctor`` examines the latest tag after the one before it, ``diff`` compares the two.
-    ``tiers`` are searched for the tags. ``note`` says it if there is nothing to report on.
+    appear with stored ones. ``doctor`` examines the latest tag after the one before it. ``tiers`` are searched for
+    the tags. ``note`` says it if there is nothing to report on.
     """
-    hugging_face = _hugging_face(path, options)
-    if hugging_face is not None:
-        return hugging_face
     directory, only = locate(path, None, options)
     listing, open_tags = opened_document(directory, only, options)
     tags, storage = listing["tags"], open_storage(directory, storage_options=options)
-    document: dict[str, Any] = {"directory": listing["directory"], "kind": "tags", "tags": tags, **_nothing()}
+    document: dict[str, Any] = {"directory": listing["directory"], "tags": tags, **_nothing()}
     opened = {
         tag["tag"]: checkpoint_of(open_tags[tag["tag"]], directory, options)
         for tag in tags
@@ -92,7 +81,7 @@ def report_document(
     if not opened:
         document["note"] = f"no complete checkpoint to report on; {describe_incomplete(storage)}"
     else:
-        document |= _details(list(opened.values()), statistics, set(still), damage, doctor, diff, progress)
+        document |= _details(list(opened.values()), statistics, set(still), damage, doctor, progress)
     in_flight = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
     document["problems"] = list(_problems(document, list(opened.values()), statistics, in_flight))
     if still:
@@ -136,7 +125,6 @@ def _details(
     still: Collection[str],
     damage: Mapping[str, list[str]],
     doctor: bool,
-    diff: bool,
     progress: bool,
 ) -> dict[str, Any]:
     """Return all parts of the document about the newest tag that can be read; add what cannot be to ``damage``.
@@ -145,23 +133,14 @@ def _details(
     """
     newest = opened[-1]
     before = next((tag for tag in reversed(opened[:-1]) if not damage[tag.tag]), None)
-    parts: dict[str, Callable[[], Any]] = {
-        "ranks": lambda: _ranks(newest),
-        "modules": lambda: _modules({name: tensor.nbytes for name, tensor in newest.metadata.items()}),
-        "findings": lambda: (
-            list(map(asdict, examine_checkpoint(newest, before=before, progress=progress).findings)) if doctor else []
-        ),
-        "differences": lambda: _differences(before, newest, progress) if diff and before is not None else None,
-    }
-    document: dict[str, Any] = {"timeline": _timeline(newest), "findings": []}
+    document: dict[str, Any] = {"health": _health(statistics, still), "findings": []}
     errors: list[str] = []
-    options: dict[str, Mapping[str, Any]] = {}
     with collect_problems(errors):
-        options = {name: group for group in newest.param_groups for name in group["params"]}
-    document["health"] = _health(statistics, still, options)
-    for name, part in parts.items():
-        with collect_problems(errors):
-            document[name] = part()
+        document["ranks"] = _ranks(newest)
+    with collect_problems(errors):
+        if doctor:
+            findings = examine_checkpoint(newest, before=before, progress=progress).findings
+            document["findings"] = [asdict(finding) for finding in findings]
     errors += [finding["message"] for finding in document["findings"] if finding["kind"] == "files"]
     document["findings"] = [finding for finding in document["findings"] if finding["kind"] != "files"]
     for error in dict.fromkeys(errors):
@@ -205,26 +184,10 @@ def _health_line(document: Mapping[str, Any], counted: int) -> StateLine:
     return StateLine("good", "No problem found", scope)
 
 
-def _hugging_face(path: str, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the report of a Hugging Face directory; None for anything else, in particular for tags."""
-    storage = open_storage(path, storage_options=options)
-    require_directory(storage)
-    if not any(entry.name.endswith(".safetensors") for entry in storage.list()):
-        return None
-    if holds_tags(storage) or is_tag(storage):
-        return None
-    directory = HuggingFaceDirectory(storage, "")
-    sizes = {f"model/{name}": directory.stub(name).nbytes for name in directory.names}
-    text = f"{units.count(len(sizes), 'tensor')}; their values were not read"
-    head = [StateLine("good", "A Hugging Face directory", text)._asdict()]
-    document: dict[str, Any] = {"directory": storage.url, "kind": "Hugging Face", "tags": [], "tiers": [], **_nothing()}
-    return document | {"modules": _modules(sizes), "head": head}
-
-
 def _nothing() -> dict[str, Any]:
     """Return a document's parts about a directory in which nothing can be opened."""
-    parts: dict[str, Any] = {name: [] for name in ("ranks", "timeline", "modules", "findings", "problems", "notes")}
-    parts |= {"note": None, "differences": None, "health": {"tags": [], "tensors": []}}
+    parts: dict[str, Any] = {name: [] for name in ("ranks", "findings", "problems", "notes")}
+    parts |= {"note": None, "health": {"tags": [], "tensors": []}}
     return {**parts, "made": time_text(effects.time())}
 
 
@@ -253,22 +216,6 @@ def _statistics(
     return dict(reversed(list(statistics.items())))
 
 
-def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
-    """Return files and bytes that each rank wrote of the tag."""
-    if tag.manifest is None or tag.topology.world_size > _RANKS:
-        return []
-    with tag.opened.guarded(verified=True):
-        return [_rank(tag, rank) for rank in range(tag.topology.world_size)]
-
-
-def _rank(tag: Checkpoint, rank: int) -> dict[str, Any]:
-    at = tag.topology.coordinates_of(rank)
-    files = tag.opened.index(at).files
-    nbytes = sum(entry.nbytes for entry in files.values())
-    sizes = {"pp": at.pp_rank, "dp": at.dp_rank, "tp": at.tp_rank}
-    return {"rank": rank, **sizes, "place": _place(tag, rank), "files": len(files), "nbytes": nbytes}
-
-
 def _sizes(tag: Checkpoint, look: bool) -> str | None:
     """Return a mesh job's ranks, or with ``look`` the dimensions of its largest mesh, for which an index is read."""
     if tag.manifest is None or tag.manifest.leaders is None:
@@ -292,19 +239,6 @@ def _place(tag: Checkpoint, rank: int) -> dict[str, int]:
     return {"dp": at.dp_rank, "tp": at.tp_rank, **experts}
 
 
-def _modules(sizes: Mapping[str, int | None]) -> list[dict[str, Any]]:
-    """Return bytes of whole tensors by module and by kind: weights, master weights, moments."""
-    bytes_by_module: dict[str, dict[str, int]] = {}
-    for name, nbytes in sizes.items():
-        kind, _, rest = name.partition("/")
-        part = "weights" if kind == "model" else "master weights" if name.endswith("/master_weights") else "moments"
-        module = _module(rest if kind == "model" else rest.rpartition("/")[0])
-        parts = bytes_by_module.setdefault(module, {"weights": 0, "master weights": 0, "moments": 0})
-        parts[part] += nbytes or 0
-    largest = sorted(bytes_by_module.items(), key=lambda item: -sum(item[1].values()))
-    return [{"module": module, **parts} for module, parts in largest]
-
-
 def module_and_leaf(name: str) -> tuple[str, str]:
     """Split a name after the number of its layer (``model.layers.3`` and ``mlp.up.weight``), else at its last dot."""
     match = re.match(r"(.*?\.\d+)\.(.*)", name)
@@ -316,9 +250,7 @@ def _module(name: str) -> str:
     return module_and_leaf(name)[0] or name
 
 
-def _health(
-    statistics: Mapping[str, StatisticsByName], still: Collection[str], options: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def _health(statistics: Mapping[str, StatisticsByName], still: Collection[str]) -> dict[str, Any]:
     """Return a row for each counted tensor of the latest tag, with its norms in the other tags."""
     tags = list(statistics)
     newest = statistics[tags[-1]] if tags else {}
@@ -339,24 +271,12 @@ def _health(
                 "infs": now.infs,
                 "zeros": now.zero_share,
                 "change": change if math.isfinite(change) else None,
-                "step": _step(name.removeprefix("model/"), newest, options) if name.startswith("model/") else None,
                 "frozen": name in still,
                 "norms": norms,
             }
         )
     rows.sort(key=lambda row: not (row["nans"] or row["infs"]))
     return {"tags": tags, "tensors": rows}
-
-
-def _step(name: str, statistics: StatisticsByName, options: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Return Adam's relative step of a weight, estimated from the root mean squares of weight and moments."""
-    weight, first, second = (statistics.get(f"{part}/{name}{key}") for part, key in _ADAM)
-    rate, eps = (options.get(name, {}).get(key) for key in ("lr", "eps"))
-    if weight is None or first is None or second is None or rate is None or not second.mean >= 0 or not weight.rms:
-        return None
-    divisor = math.sqrt(second.mean) + float(eps or 0)
-    share = float(rate) * first.rms / divisor / weight.rms if divisor else math.nan
-    return share if math.isfinite(share) else None
 
 
 def _problem(where: str, what: str) -> dict[str, Any]:
@@ -464,9 +384,6 @@ def _late_tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 _ALWAYS = 3
 """Number of consecutive saves a rank must be late in to be called always late."""
-_LAYERS, _MODULES = 200, 40
-"""Maximum number of rows and columns of the comparison."""
-_OTHER = "other"
 
 
 def timings(manifest: Manifest | None) -> dict[str, float]:
@@ -483,11 +400,16 @@ def timings(manifest: Manifest | None) -> dict[str, float]:
     return recorded
 
 
-def _timeline(tag: Checkpoint) -> list[dict[str, Any]]:
-    """Return each rank's part in the save of a tag; empty where that was not recorded."""
+def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
+    """Return each rank's place and its part in the save of a tag; empty where that was not recorded."""
     phases = _phases(tag)
     late = straggler(phases)
-    return [{"rank": rank, **asdict(phase), "straggler": rank == late} for rank, phase in enumerate(phases)]
+    with tag.opened.guarded(verified=True):
+        places = [_place(tag, rank) for rank in range(len(phases))]
+    return [
+        {"rank": rank, "place": place, **asdict(phase), "straggler": rank == late}
+        for rank, (place, phase) in enumerate(zip(places, phases, strict=True))
+    ]
 
 
 def _stragglers(tags: Sequence[Checkpoint]) -> Iterator[dict[str, Any]]:
@@ -507,34 +429,3 @@ def _stragglers(tags: Sequence[Checkpoint]) -> Iterator[dict[str, Any]]:
 
 def _phases(tag: Checkpoint) -> Sequence[RankPhases]:
     return () if tag.manifest is None else tag.manifest.phases
-
-
-def _differences(before: Checkpoint, after: Checkpoint, progress: bool) -> dict[str, Any]:
-    """Return ``||a - b|| / ||a||`` of every weight, by layer and by its name within the layer.
-
-    None if there is no such weight, and a word if that is no number.
-    """
-    difference = diff_checkpoints(before, after, prefix="model/", progress=progress)
-    moved = {tensor.name: _moved(tensor) for tensor in difference.tensors}
-    cells: dict[str, dict[str, float | str]] = {}
-    for name in after.metadata:
-        if name.startswith("model/") and name in before.metadata:
-            layer, module = _layer_and_module(name.removeprefix("model/"))
-            cells.setdefault(layer, {})[module] = moved.get(name, 0.0)
-    layers = list(cells)[:_LAYERS]
-    modules = list(dict.fromkeys(module for layer in layers for module in cells[layer]))[:_MODULES]
-    rows = [[cells[layer].get(module) for module in modules] for layer in layers]
-    return {"tags": [before.tag, after.tag], "layers": layers, "modules": modules, "cells": rows}
-
-
-def _moved(tensor: TensorDifference) -> float | str:
-    if tensor.relative_norm is None:
-        return f"another {tensor.kind}" if tensor.kind == "shape" else tensor.kind
-    is_finite = not tensor.nans and math.isfinite(tensor.relative_norm)
-    return tensor.relative_norm if is_finite else "not finite"
-
-
-def _layer_and_module(name: str) -> tuple[str, str]:
-    """Split a name at its first number: ``model.layers.3`` and ``mlp.up.weight``, also ``h10`` and ``up.weight``."""
-    layer = re.match(r"(.*?\.?\d+)\.(.*)", name)
-    return (layer[1], layer[2]) if layer else (_OTHER, name)

@@ -18,7 +18,6 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.examine.report_document import module_and_leaf
 from nxd_ckpt.version import __version__
 
-PARTS = (("weights", "one"), ("master weights", "two"), ("moments", "three"))
 _TICKS = 4
 """Approximate number of labels on an axis."""
 _APART = 24
@@ -27,10 +26,6 @@ _POINTS = 60
 """Up to this many values, each is a dot on its line."""
 _SPARK = 40
 """Maximum number of points of a sparkline, 80 wide and 16 high."""
-_STEPS = 6
-_LEAST = 6
-"""Decades of the colour scale of relative differences: steps from 10**-6 to 1."""
-MOVED_STEPS = tuple(f"10⁻{exponent}" for exponent in "⁶⁵⁴³²¹")
 
 
 class Series(NamedTuple):
@@ -126,61 +121,6 @@ def rank_bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"hosts": hosts, "ticks": [{"at": _percent(tick / ticks[-1]), "text": f"{tick:g} s"} for tick in ticks]}
 
 
-def moved_heat(differences: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row per layer, a cell for each of its modules: coloured by how far it moved."""
-    rows = [
-        {"name": layer, "cells": [_moved(value) for value in cells]}
-        for layer, cells in zip(differences["layers"], differences["cells"], strict=True)
-    ]
-    return {"columns": differences["modules"], "rows": rows}
-
-
-def _moved(value: float | str | None) -> dict[str, Any]:
-    if value is None:
-        return {"class": "absent", "text": "no such tensor"}
-    if isinstance(value, str):
-        return {"class": "nan", "text": value}
-    if not value:
-        return {"class": "same", "text": "not changed"}
-    step = max(0, min(_STEPS - 1, math.floor(math.log10(value)) + _LEAST))
-    return {"class": f"s{step}", "text": f"{100 * value:.3g} %"}
-
-
-def module_bars(modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a bar for each module, the largest of which fills the width. Equal layers are one bar."""
-    stacks: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for row in modules:
-        stack, _, number = row["module"].rpartition(".")
-        parts = tuple(row[part] for part, _ in PARTS)
-        stacks.setdefault((stack if number.isdigit() else row["module"], number.isdigit(), *parts), []).append(row)
-    groups = sorted(stacks.values(), key=lambda rows: -_total(rows))
-    most = max(map(_total, groups), default=0) or 1
-    return [_module_bar(rows, most) for rows in groups]
-
-
-def _module_bar(rows: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
-    total, segments = _total(rows), []
-    for part, colour in PARTS:
-        nbytes = sum(row[part] for row in rows)
-        if nbytes:
-            segments.append({"colour": colour, "width": _percent(nbytes / most), "text": f"{part} {size(nbytes)}"})
-    numbers = sorted(int(row["module"].rpartition(".")[2]) for row in rows) if len(rows) > 1 else []
-    name = rows[0]["module"] if not numbers else f"{rows[0]['module'].rpartition('.')[0]}: {_ranges(numbers)}"
-    each = f"{units.count(len(rows), 'layer')}, {size(total // len(rows))} each" if numbers else ""
-    return {"name": name, "each": each, "total": total, "segments": segments}
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ``0-1, 3-7`` for ascending numbers."""
-    groups = (list(run) for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]))
-    runs = [[number for _, number in run] for run in groups]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _total(rows: Sequence[Mapping[str, Any]]) -> int:
-    return sum(row[part] for row in rows for part, _ in PARTS)
-
-
 def sparkline(values: Sequence[float | None]) -> str:
     """Return the points of a line through the values, 80 wide and 16 high; empty for fewer than two."""
     every = max(1, -(-len(values) // _SPARK))
@@ -199,7 +139,7 @@ def _round(value: float) -> float:
     return round(value, 2)
 
 
-_TAGS, _METRICS, _MODULES, _TENSORS, _PROBLEMS = 300, 12, 100, 1500, 100
+_TAGS, _METRICS, _TENSORS, _PROBLEMS = 300, 12, 1500, 100
 """Maximum number of each that is shown; the page tells how many are not."""
 _NEWEST = 12
 """Number of tags that the table shows before it is opened."""
@@ -230,7 +170,7 @@ def page_of(document: Document) -> str:
     }
     texts = {kind: (files("nxd_ckpt.examine") / f"report_page.{kind}").read_text() for kind in ("html", "css", "js")}
     digest = b64encode(sha256(texts["js"].encode()).digest()).decode()
-    tags, modules = document["tags"][-_TAGS:], document["modules"]
+    tags = document["tags"][-_TAGS:]
     names = list(dict.fromkeys(name for tag in tags for name in tag["metrics"]))
     metrics = [_metric(name, [tag for tag in tags if name in tag["metrics"]]) for name in names[:_METRICS]]
     shown = {
@@ -250,11 +190,6 @@ def page_of(document: Document) -> str:
         "stages": _stages(tags),
         "sizes": _sizes(tags),
         "ranks": _ranks(document),
-        "moved": None if document["differences"] is None else moved_heat(document["differences"]),
-        "moved_steps": MOVED_STEPS,
-        "parts": [(part, colour) for part, colour in PARTS if any(row[part] for row in modules)],
-        "modules": (bars := module_bars(modules))[:_MODULES],
-        "modules_left_out": max(0, len(bars) - _MODULES),
         "tree": _tree(document["health"]["tensors"][:_TENSORS]),
         "tensors_left_out": max(0, len(document["health"]["tensors"]) - _TENSORS),
     }
@@ -358,17 +293,12 @@ def _sizes(tags: Sequence[Document]) -> str:
 
 def _ranks(document: Document) -> dict[str, Any] | None:
     """Return the ranks of the latest save: all of them, or of many the slowest."""
-    places = {row["rank"]: " ".join(f"{name} {at}" for name, at in row["place"].items()) for row in document["ranks"]}
-    rows = [{**row, "place": places.get(row["rank"], "")} for row in document["timeline"]]
-    nbytes = [row["nbytes"] for row in document["ranks"] or rows]
-    if len(nbytes) < 2:
+    rows = [{**row, "place": _place(row["place"])} for row in document["ranks"]]
+    if len(rows) < 2:
         return None
-    low, high = size(min(nbytes)), size(max(nbytes))
+    low, high = (size(pick(row["nbytes"] for row in rows)) for pick in (min, max))
     wrote = f"each wrote {low}" if low == high else f"they wrote {low} to {high} each"
-    view: dict[str, Any] = {"wrote": f"{len(nbytes)} ranks; {wrote}", "title": "no rank's seconds are recorded"}
-    view |= {"bars": None, "worst": 0}
-    if not rows:
-        return view
+    view: dict[str, Any] = {"wrote": f"{len(rows)} ranks; {wrote}", "worst": 0}
     late = next((row for row in rows if row["straggler"]), None)
     fast, slow = (_seconds(pick(row["write_seconds"] for row in rows)) for pick in (min, max))
     view["title"] = f"no straggler: all ranks wrote for {fast}" if fast == slow else f"no straggler: {fast} to {slow}"
@@ -380,6 +310,10 @@ def _ranks(document: Document) -> dict[str, Any] | None:
         return {**view, "bars": rank_bars(sorted(rows, key=lambda row: hosts.index(row["host"])))}
     worst = sorted(rows, key=lambda row: -row["write_seconds"])[:_WORST]
     return {**view, "bars": rank_bars(worst), "worst": len(worst)}
+
+
+def _place(coordinates: Mapping[str, int]) -> str:
+    return " ".join(f"{name} {at}" for name, at in coordinates.items())
 
 
 def _tree(tensors: Iterable[Document]) -> list[dict[str, Any]]:

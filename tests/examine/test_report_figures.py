@@ -1,4 +1,4 @@
-"""Figures of the report: axes with round labels, gaps, equal layers together, bars of ranks."""
+"""Figures of the report: axes with round labels, gaps, bars of ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.examine.report_page import (
-    Mark,
-    Series,
-    chart,
-    module_bars,
-    rank_bars,
-)
+from nxd_ckpt.examine.report_page import Mark, Series, chart, rank_bars
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -47,16 +41,6 @@ def test_labels_of_an_axis_are_round(values: list[float], options: dict[str, Any
     drawn = chart([Series("", "one", values)], at, names, lambda value: str(round(value, 9)), **options)
     assert labels == [label["text"] for label in drawn["y"]]
     assert all(0 <= label["at"] <= 100 for label in drawn["y"])
-
-
-def test_equal_layers_are_one_bar() -> None:
-    """With the numbers of the layers, and what each has; another layer is a bar of its own."""
-    parts = {"weights": 10, "master weights": 0, "moments": 20}
-    rows = [{"module": f"layers.{n}", **(parts if n != 2 else {**parts, "moments": 0})} for n in (0, 1, 2, 3)]
-    layers, head, other = module_bars([*rows, {"module": "head", **parts}])
-    assert ("layers: 0-1, 3", "3 layers, 30 B each", 90) == (layers["name"], layers["each"], layers["total"])
-    assert [("one", 33.33), ("three", 66.67)] == [(part["colour"], part["width"]) for part in layers["segments"]]
-    assert [("head", ""), ("layers.2", "")] == [(bar["name"], bar["each"]) for bar in (head, other)]
 
 
 def test_bars_of_ranks_have_one_scale() -> None:
