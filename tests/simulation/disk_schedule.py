@@ -318,12 +318,12 @@ class DiskRun(Run):
         if counts and count == at:
             self._effects_since = 0
         if fault == "full" and self._effects_since is not None and self._effects_since < FULL and self._writes(call):
-            self._fail(errno.ENOSPC, path)
+            self.fail(errno.ENOSPC, path)
         if not counts:
             return
         if fault == "sync" and at <= count and call == "fsync" and self._failed_syncs < self.schedule.syncs:
             self._failed_syncs += 1
-            self._fail(errno.EIO, path)
+            self.fail(errno.EIO, path)
         if count == at:
             self._happen(fault, process, call, path)
 
@@ -331,7 +331,7 @@ class DiskRun(Run):
         if fault == "power":
             self._lose_power()
         if fault == "error":
-            self._fail(errno.EIO, path)
+            self.fail(errno.EIO, path)
         if fault == "unanswered":
             self.promises.failed_calls += 1
             number = _REPLAYED.get(call, errno.ETIMEDOUT) if self.schedule.replayed else errno.ETIMEDOUT
@@ -343,10 +343,6 @@ class DiskRun(Run):
     def _writes(self, call: str) -> bool:
         """Whether it is a call that fails on a full disk: syncs, too, where it began with one."""
         return call in ("create", "write", "mkdir") or (self.schedule.at_sync and call == "fsync")
-
-    def _fail(self, number: int, path: str) -> NoReturn:
-        self.promises.failed_calls += 1
-        raise OSError(number, os.strerror(number), path)
 
     def _counts_since(self, process: Process) -> bool:
         """Whether the effects of this process are counted after the fault."""

@@ -181,12 +181,12 @@ class HostsRun(Run):
         self._effects += call != "look" or self.schedule.looks
         count = self._effects
         if fault == "stale" and at <= count < at + 12:
-            raise OSError(errno.ESTALE, "Stale file handle", path)
+            self.fail(errno.ESTALE, path)
         if fault == "full" and at <= count < at + 12 and call in ("create", "write", "mkdir"):
-            raise OSError(errno.ENOSPC, "No space left on device", path)
+            self.fail(errno.ENOSPC, path)
         if fault == "sync" and at <= count and call == "fsync":
             self.is_out = True
-            raise OSError(errno.EIO, "Input/output error", path)
+            self.fail(errno.EIO, path)
         if count != at:
             return
         if fault in _POWER:
@@ -195,7 +195,7 @@ class HostsRun(Run):
             self.end(self.jobs[0])
             raise Killed
         if fault == "error":
-            raise OSError(errno.EIO, "Input/output error", path)
+            self.fail(errno.EIO, path)
         self.disturb(process, fault)
 
     def _lose_power(self, machines: Sequence[str]) -> NoReturn:

@@ -5,12 +5,13 @@ All of it follows from a seed.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from typing_extensions import Self
 
@@ -266,6 +267,11 @@ class Run(Stage):
     def is_victim(self, process: Process) -> bool:
         """Whether it is to this process, and now, that something happens."""
         return not self.is_out and process is self.jobs[0].processes[self.schedule.rank]
+
+    def fail(self, number: int, path: str) -> NoReturn:
+        """Let a system call fail with this error number."""
+        self.promises.failed_calls += 1
+        raise OSError(number, os.strerror(number), path)
 
     def disturb(self, process: Process, fault: str) -> None:
         """The faults that are the same in any place; nothing for others. Who is killed never returns."""

@@ -262,6 +262,12 @@ FOUND = [
         47001130, (Save("a", 1, overwrite=True), Save("a", 2, overwrite=True)), "stall", rank=1, at=142, has_group=True,
         machines=("one", "two", "one", "two"), replicas=2, swapped=True, crossed=True,
     ),
+    # A host wrote `done`, and could not sync it. It was removed on the others alone, so that the save was found, called
+    # saved, and lost with that host.
+    HostsSchedule(
+        48005505, (Save("a", 1, False, 1, True), Save("b", 2, False, 1, True)), "error", rank=1, at=132, has_group=True,
+        machines=("one", "two", "one", "two"), replicas=2, away="two",
+    ),
 ]
 
 

@@ -298,8 +298,15 @@ class HostsStorage(Storage):
         def is_elsewhere() -> bool:
             return self._any(others, lambda directory: directory.is_file(key))
 
-        if is_elsewhere() or not self._home.link_new(key, data):
+        if is_elsewhere():
             return False
+        try:
+            if not self._home.link_new(key, data):
+                return False
+        except (OSError, CheckpointError):
+            if mirrored:
+                self._withdraw(key, data)
+            raise
         if at_home and is_elsewhere():  # another job, whose home is another host, was as fast: neither has it
             self._home.remove(key)
             return False
@@ -310,22 +317,27 @@ class HostsStorage(Storage):
     def _mirror(self, key: str, data: bytes, others: Sequence[Directory]) -> None:
         """Write a home file to the ``others``, also if one of them does not answer. Raises the first error.
 
-        If it would then be on no more hosts than there are replicas, and could be lost with them, it is removed
-        everywhere.
+        If it would then be on no more hosts than there are replicas, and could be lost with them, it is withdrawn.
         """
-        written, problem = [self._home], None
+        copies, problem = 1, None
         for directory in others:
             try:
                 directory.write(key, data)
-                written.append(directory)
+                copies += 1
             except (OSError, CheckpointError) as error:
                 problem = problem or error
         if problem is None:
             return
-        for directory in written if len(written) <= len(self.hosts.replicas) else ():
-            with suppress(OSError, CheckpointError):
-                directory.remove(key)
+        if copies <= len(self.hosts.replicas):
+            self._withdraw(key, data)
         raise problem
+
+    def _withdraw(self, key: str, data: bytes) -> None:
+        """Remove a file with this content wherever it can be: a host whose disk failed may have it all the same."""
+        for directory in self.hosts.directories:
+            with suppress(OSError, CheckpointError):
+                if directory.read(key) == data:
+                    directory.remove(key)
 
     def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
         with_file = next((directory for directory in self.hosts.directories if directory.is_file(key)), None)
