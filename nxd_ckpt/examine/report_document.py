@@ -22,6 +22,7 @@ from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.phases import RankPhases, straggler
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import step_of
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.examine.doctor import examine_checkpoint
@@ -227,10 +228,9 @@ def _sizes(tag: Checkpoint, look: bool) -> str | None:
     return Mesh(largest.names[1:], largest.shape[1:], ()).describe()
 
 
-def _place(tag: Checkpoint, rank: int) -> dict[str, int]:
+def _place(sizes: Topology, meshes: Sequence[Mesh], rank: int) -> dict[str, int]:
     """Return a rank's coordinates in its largest mesh; without a mesh in dp, tp and, with experts, ep, but not pp."""
-    at, sizes = tag.topology.coordinates_of(rank), tag.topology
-    meshes = () if tag.opened.mesh is None else tag.opened.mesh.meshes()
+    at = sizes.coordinates_of(rank)
     coordinates = [(mesh.names, place) for mesh in meshes if (place := mesh.coordinate_of(rank)) is not None]
     if coordinates:
         names, place = max(coordinates, key=lambda coordinate: len(coordinate[0]))
@@ -405,10 +405,10 @@ def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
     phases = _phases(tag)
     late = straggler(phases)
     with tag.opened.guarded(verified=True):
-        places = [_place(tag, rank) for rank in range(len(phases))]
+        meshes = [] if tag.opened.mesh is None else tag.opened.mesh.meshes()
     return [
-        {"rank": rank, "place": place, **asdict(phase), "straggler": rank == late}
-        for rank, (place, phase) in enumerate(zip(places, phases, strict=True))
+        {"rank": rank, "place": _place(tag.topology, meshes, rank), **asdict(phase), "straggler": rank == late}
+        for rank, phase in enumerate(phases)
     ]
 
 
