@@ -99,8 +99,8 @@ def save_checkpoint(
         async_save: return once the state is in host memory; `finalize_checkpoint` waits until tags are visible.
         path, save_overwrite: other names for ``checkpoint_dir_str`` and ``overwrite``; the latter is OLMo-core's.
         tiers: the places that checkpoints go to, such as ``[Tier("/mnt/nvme/run7", keep=2), Tier("s3://bucket/run7",
-            every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. Complete tags are copied to
-            the others in the background. They count at a directory's first save in a process.
+            every=10)]``; the first is ``checkpoint_dir_str``, which may be left out. They count at a directory's first
+            save in a process.
         state: several models and optimizers by name, and anything else with ``state_dict()`` and
             ``load_state_dict()``, such as a grad scaler.
         rank_content: plain data of this rank alone; a load on the same sizes returns it to the same rank. Data
@@ -153,8 +153,7 @@ def load_checkpoint(
         scheduler: anything with ``load_state_dict()``; or a dict.
         checkpoint_dir_str: another name for ``path``.
         state: the objects that were saved as ``state``, by the same names.
-        tiers: the places that may have the checkpoint, the same as for a save; the newest one is loaded from the
-            nearest place that has it.
+        tiers: the places of a save; the newest checkpoint is loaded from the nearest place that has it.
 
     Returns:
         The user content as it was saved, plain data of any type (hence ``Any``), or None if none was.

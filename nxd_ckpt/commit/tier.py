@@ -33,8 +33,7 @@ class Tier(Options):
         max_bytes_per_second: maximum rate of copying to the tier, as a number or such as "20MB"; by default unlimited.
         storage_options: options for opening a URL; by default the Checkpointer's.
         storage: a storage of your own to use instead of opening ``path`` (``docs/own-storage.md``).
-        per_host: the directory is each host's own, on a disk that only its ranks see. Each rank writes on its own host,
-            and reads other ranks' files from theirs. Only for the first tier.
+        per_host: the directory is each host's own, on a disk that only its ranks see. Only for the first tier.
         replicas: with ``per_host``, the number of hosts that have each file: with 2, no file is lost with one host.
         replica_jump: distance in ranks from a rank to the rank whose host has the replica of its files; by default the
             next host's.

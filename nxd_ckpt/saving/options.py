@@ -54,11 +54,9 @@ class SaveOptions(Options):
     metrics: GivenMetrics = option(None, """numbers by name, such as ``{"loss": 2.1}``, kept in the tag
         for the rule ``Best``. Rank 0's count.""")
     files: Mapping[str, str] | None = option(None, """paths of others' files, such as a trainer's, by their names in
-        the tag, which gets them with their digests. Rank 0's count; they must not change while the save is under
-        way.""")
+        the tag, which gets them with their digests. Rank 0's count; they must not change during the save.""")
     max_bytes_per_second: Size | None = option(None, """maximum rate at which each rank digests and writes an
-        async save, as a number or such as "200MB"; by default unlimited. Once somebody waits for the save, it has no
-        effect.""")
+        async save, as a number or such as "200MB"; by default unlimited. Waiting for the save ends it.""")
     dedup: bool = option(False, """do not write again a file that the tag before has: hard-link it, share its blocks,
         or let S3 copy it. Works best with ``use_xser``.""")
 

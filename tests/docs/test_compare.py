@@ -39,7 +39,7 @@ def test_every_library_answers(question: str) -> None:
 
 
 def test_the_questions_that_people_ask_are_there() -> None:
-    assert 7 == len(QUESTIONS)
+    assert 6 == len(QUESTIONS)
 
 
 def test_every_link_is_defined() -> None:
