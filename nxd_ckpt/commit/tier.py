@@ -37,8 +37,8 @@ class Tier(Options):
         replicas: with ``per_host``, the number of hosts that have each file: with 2, no file is lost with one host.
         replica_jump: distance in ranks from a rank to the rank whose host has the replica of its files; by default the
             next host's.
-        interface: address or network interface on which a host serves its directory to the job's other hosts; by
-            default the addresses by which the process group reaches it.
+        interface: address or network interface on which a host serves its files to the other hosts; by default those by
+            which the process group reaches it.
     """
 
     path: StrPath

@@ -66,9 +66,9 @@ class LoadOptions(DownloadOptions):
         which also counts for filters.""")
     tag_values: TagValues | None = option(None, """values of fields of a tag such as ``"ep{epoch}-ba{batch}"``:
         the newest tag that fits is loaded. A field without a value stands for any number.""")
-    prove: bool | None = option(None, """compare the live state after the load with what was loaded: a difference is an error. None:
-        a warning where user code such as a load hook may explain it; nothing with ``verify=False``, and of large
-        tensors on a device nothing. True: everything, and always an error. False: not at all.""")
+    prove: bool | None = option(None, """compare the live state after the load with what was loaded: a difference is an
+        error. None: a warning where user code such as a load hook may explain it; nothing with ``verify=False``, and
+        of large tensors on a device nothing. True: everything, and always an error. False: not at all.""")
     fallback: bool = option(False, """if the latest tag is damaged, load the newest undamaged one, with a warning.
         Never for a named tag or a model that does not match.""")
 
