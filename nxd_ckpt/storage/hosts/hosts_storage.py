@@ -333,7 +333,7 @@ class HostsStorage(Storage):
         raise problem
 
     def _withdraw(self, key: str, data: bytes) -> None:
-        """Remove a file with this content wherever it can be: a host whose disk failed may have it all the same."""
+        """Remove a file with this content wherever it can be: a host whose disk failed may still have it."""
         for directory in self.hosts.directories:
             with suppress(OSError, CheckpointError):
                 if directory.read(key) == data:
