@@ -6,7 +6,6 @@ There are two views of a tag: global tensors by name, assembled from the ranks' 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from nxd_ckpt.reshard.plain_values import plain_values
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, is_url, local_path, open_storage
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, open_storage
 from nxd_ckpt.tag.by_path import choose_anything
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import of_latest
@@ -54,8 +53,9 @@ class _OpenArguments:
         storage = open_storage(self.path, storage_options=self.options.storage_options)
 
         def opened() -> OpenTag:
-            inside, key, opens = choose_anything(storage, tag, (self.path, self.options.storage_options))
-            return opens(copied(inside, key) if copied else inside, key, trust_pickle=self.options.trust_pickle)
+            inside, found = choose_anything(storage, tag, (self.path, self.options.storage_options))
+            read = copied(inside, found.key) if copied else inside
+            return found.open(read, found.key, trust_pickle=self.options.trust_pickle)
 
         return Checkpoint(of_latest(tag is None, opened), self)
 
@@ -253,7 +253,7 @@ def checkpoint_of(opened: OpenTag, path: StrPath, storage_options: StorageOption
 
 
 def _open_arguments(path: StrPath, options: OpenOptions) -> _OpenArguments:
-    where = os.fspath(path) if is_url(path) or not os.fspath(path) else os.path.abspath(local_path(path))
+    where = absolute(path)
     return _OpenArguments(where, options)
 
 

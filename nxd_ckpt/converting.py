@@ -25,8 +25,8 @@ from nxd_ckpt.options.execution import OutputOptions
 from nxd_ckpt.output.locations import location_of, refuse_inside
 from nxd_ckpt.output.source import Source, find_source
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath, is_url, join, local_path
-from nxd_ckpt.tag.by_path import WEIGHT_FILES
 from nxd_ckpt.tag.foreign.recognise import Program
+from nxd_ckpt.tag.foreign.weight_files import WEIGHT_FILES
 
 Write = Callable[[Source, StrPath, ConvertOptions], Converted]
 
@@ -36,41 +36,39 @@ def _translated(write: Callable[[Translation, StrPath], Converted]) -> Write:
     return lambda source, dst, chosen: write(Translation(source, chosen), dst)
 
 
-FORMS: Mapping[tuple[Form, str], Write] = {
-    ("tag", "own"): to_tag,
-    ("tag", "nxd"): to_nxd_tag,
-    ("tag", "hf"): _translated(Translation.to_tag),
-    ("dcp", "own"): to_dcp,
-    ("dcp", "hf"): _translated(Translation.to_dcp),
-    ("files", "own"): to_files,
-    ("files", "hf"): _translated(Translation.to_files),
-    ("hf", "hf"): _translated(Translation.to_hf),
-    ("torchtitan", "hf"): _translated(Translation.to_torchtitan),
-    ("tar", "own"): to_tar,
-}
-"""Writer of each form with each kind of names."""
-
 _SHARED = "all_ranks timeout"
 _KEYS = "model_key optim_key"
 _UNRECORDED = "partitions saved_param_names"
 _MODEL = "config mapping kv_size_multiplier hardware dtype prefix key_mapping"
 _TAG = f"dp tp pp ep stages use_xser num_workers {_SHARED}"
-_FILES = "use_safetensors unshard_strategy size_per_shard"
-_TAKES: Mapping[tuple[Form, str], str] = {
-    ("tag", "own"): f"{_TAG} {_UNRECORDED} {_KEYS} optimizer optimizer_form optim_only",
-    ("tag", "nxd"): f"{_TAG} {_MODEL} model_key pad_attn_heads virtual_pp qkv_linear fuse_qkv coalesce_qkv "
-    "split_gate_up",
-    ("tag", "hf"): f"{_TAG} {_MODEL} {_UNRECORDED} optimizer optimizer_form",
-    ("dcp", "own"): f"{_UNRECORDED} {_KEYS} optimizer flatten_optimizer_state",
-    ("dcp", "hf"): f"{_MODEL} {_KEYS} optimizer saved_param_names flatten_optimizer_state",
-    ("files", "own"): f"{_FILES} {_UNRECORDED} {_KEYS} optimizer",
-    ("files", "hf"): f"{_FILES} {_MODEL} saved_param_names optimizer",
-    ("hf", "hf"): f"{_MODEL} {_SHARED} saved_param_names optimizer tokenizer master_weights presharded tp model "
-    "pad_attn_heads size_per_shard",
-    ("torchtitan", "hf"): f"{_MODEL} saved_param_names optimizer torchtitan_release",
-    ("tar", "own"): "",
+_FILES = "use_safetensors unshard_strategy size_per_shard sha256"
+
+FORMS: Mapping[tuple[Form, str], tuple[Write, str]] = {
+    ("tag", "own"): (to_tag, f"{_TAG} {_UNRECORDED} {_KEYS} optimizer optimizer_form optim_only"),
+    ("tag", "nxd"): (
+        to_nxd_tag,
+        f"{_TAG} {_MODEL} model_key pad_attn_heads virtual_pp qkv_linear fuse_qkv coalesce_qkv split_gate_up",
+    ),
+    ("tag", "hf"): (_translated(Translation.to_tag), f"{_TAG} {_MODEL} {_UNRECORDED} optimizer optimizer_form"),
+    ("dcp", "own"): (to_dcp, f"{_UNRECORDED} {_KEYS} optimizer flatten_optimizer_state sha256"),
+    ("dcp", "hf"): (
+        _translated(Translation.to_dcp),
+        f"{_MODEL} {_KEYS} optimizer saved_param_names flatten_optimizer_state sha256",
+    ),
+    ("files", "own"): (to_files, f"{_FILES} {_UNRECORDED} {_KEYS} optimizer"),
+    ("files", "hf"): (_translated(Translation.to_files), f"{_FILES} {_MODEL} saved_param_names optimizer"),
+    ("hf", "hf"): (
+        _translated(Translation.to_hf),
+        f"{_MODEL} {_SHARED} saved_param_names optimizer tokenizer master_weights presharded tp model pad_attn_heads "
+        "size_per_shard sha256",
+    ),
+    ("torchtitan", "hf"): (
+        _translated(Translation.to_torchtitan),
+        f"{_MODEL} saved_param_names optimizer torchtitan_release sha256",
+    ),
+    ("tar", "own"): (to_tar, ""),
 }
-"""Options that mean something for each, beside those of every output."""
+"""Writer of each form with each kind of names, and the options that mean something beside those of every output."""
 
 _OF_DCP = (Program.TORCH_DCP, Program.TORCH_CHECKPOINTING)
 
@@ -115,7 +113,8 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
             f"{source.root.path} is a Hugging Face model: pass names='nxd' for a job with NxD's layers, or names='own' "
             "for one with transformers' own"
         )
-    _refuse_others(chosen, form, names)
+    write, taken = FORMS[form, names]
+    _refuse_others(chosen, form, names, taken)
     if form == "files" and os.fspath(dst).endswith(WEIGHT_FILES):
         raise InvalidArgument(
             f"output {os.fspath(dst)} is named as one file, but to='files' makes a directory of the files of model and "
@@ -125,7 +124,7 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
     refuse_inside(source.root, location_of(dst, "output", chosen.written_with))
     has_keys = (chosen.model_key, chosen.optim_key) != (None, None) and source.writer in _OF_DCP
     source = replace(source, keys=chosen.keys if has_keys else None, optimizer=chosen.optimizer)
-    return FORMS[form, names](source, dst, replace(chosen, to=form))
+    return write(source, dst, replace(chosen, to=form))
 
 
 def _guessed(dst: StrPath) -> Form:
@@ -137,12 +136,12 @@ def _guessed(dst: StrPath) -> Form:
     raise InvalidArgument(f"output {name}: its name shows no form; pass to=, one of {forms}")
 
 
-def _refuse_others(chosen: ConvertOptions, form: Form, names: str) -> None:
+def _refuse_others(chosen: ConvertOptions, form: Form, names: str, taken: str) -> None:
     defaults = ConvertOptions()
-    taken = {"to", "names", *(each.name for each in fields_of(OutputOptions)), *_TAKES[form, names].split()}
+    known = {"to", "names", *(each.name for each in fields_of(OutputOptions)), *taken.split()}
     for each in fields_of(ConvertOptions):
-        if each.name not in taken and getattr(chosen, each.name) != getattr(defaults, each.name):
-            others = [key for key, options in _TAKES.items() if each.name in options.split()]
+        if each.name not in known and getattr(chosen, each.name) != getattr(defaults, each.name):
+            others = [key for key, (_, options) in FORMS.items() if each.name in options.split()]
             where = " or ".join(f"to={form!r} with names={kind!r}" for form, kind in others)
             raise InvalidArgument(f"{each.name}= means nothing for to={form!r} with names={names!r}; it is for {where}")
 

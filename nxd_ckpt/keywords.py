@@ -44,10 +44,10 @@ ConvertKeywords = TypedDict("ConvertKeywords", {
     "hardware": Hardware | None, "pad_attn_heads": bool, "dtype": Dtype | None, "qkv_linear": bool, "fuse_qkv": bool,
     "coalesce_qkv": bool, "split_gate_up": bool, "tokenizer": StrPath | None, "master_weights": bool,
     "presharded": bool, "model": str | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy,
-    "size_per_shard": ShardSize, "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None,
-    "all_ranks": bool, "timeout": Seconds, "num_workers": Count, "overwrite": bool, "dry_run": bool,
-    "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
+    "sha256": bool, "size_per_shard": ShardSize, "partitions": Mapping[str, Partition] | None,
+    "saved_param_names": SavedNames | None, "all_ranks": bool, "timeout": Seconds, "num_workers": Count,
+    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
+    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
 }, total=False)
 CopyKeywords = TypedDict("CopyKeywords", {
     "hard_links": bool, "num_workers": Count, "max_bytes_per_second": Size | None, "timeout": Seconds,
@@ -118,7 +118,7 @@ SaveKeywords = TypedDict("SaveKeywords", {
     "max_bytes_per_second": Size | None, "dedup": bool,
 }, total=False)
 UnshardKeywords = TypedDict("UnshardKeywords", {
-    "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy, "size_per_shard": ShardSize,
+    "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy, "sha256": bool, "size_per_shard": ShardSize,
     "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "overwrite": bool,
     "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
     "progress": bool,

@@ -64,7 +64,7 @@ def _open(directory: str, tag: str | None, options: Options, args: argparse.Name
     checkpoint = open_checkpoint(directory, tag, storage_options=options)
     if checkpoint.manifest is not None:
         return checkpoint
-    return open_checkpoint(directory, checkpoint.tag, **opening(args, options))
+    return open_checkpoint(directory, tag or checkpoint.tag or None, **opening(args, options))
 
 
 def _side(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -176,7 +176,8 @@ def _place_fields(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
     """Return whether it is the latest tag of its directory; for what is no tag, who wrote it."""
     if info.order_time < math.inf:
         return {"latest": info == latest(list_tags(opened.storage))}
-    return {"latest": False, "written_by": recognise(opened.storage, opened.tag).writer.value}
+    found = recognise(opened.storage, opened.tag)
+    return {"latest": False, "written_by": None if found is None else found.writer.value}
 
 
 def _manifest_fields(opened: OpenTag) -> dict[str, Any]:

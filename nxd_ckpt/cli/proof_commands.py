@@ -72,6 +72,9 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     problems = units.count(len(document["problems"]), "problem")
     where = "/".join(filter(None, (document["directory"], document["tag"])))
     yield f"{where}: {'ok' if document['ok'] else problems}"
+    if not document["files"]:
+        yield "  no file was read"
+        return
     read = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
     verified = document["verified_nbytes"]
     if document["verified_by"] == "index":
@@ -83,7 +86,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     undigested = document["undigested_nbytes"]
     around = document["nbytes"] - verified - undigested
     contents = f"all {size(verified)} of contents" if document["ok"] and not undigested else size(verified)
-    yield f"  read {read}; {contents} equal the CRC-32 in their file"
+    yield f"  read {read}; {contents} equal their digests"
     unverified = [f"{size(undigested)} of contents"] if undigested else []
     rest = "headers and padding" if document["ok"] else "headers, padding and what is damaged"
     yield f"  without a digest: {', '.join([*unverified, f'{size(around)} of {rest}'])}"

@@ -90,7 +90,7 @@ def to_dcp(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
     opened.refuse_per_rank("model", "optim", "scheduler")
     with opened.guarded():
         state = _state(opened, chosen)
-        output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
+        output = Output(target, chosen, TORCH_DCP)
     return write_dcp(state, output, source, chosen)
 
 

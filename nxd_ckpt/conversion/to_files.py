@@ -214,7 +214,7 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
         cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
         tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
         parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened)]
-    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=_UNSHARDED)
+    output = Output(target, chosen, _UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)
     files = {name: size for part in parts for name, size in part.sizes().items()}
     paths = (source.root.path, target.path, "files", source.writer.value)

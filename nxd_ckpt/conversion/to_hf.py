@@ -187,7 +187,7 @@ def to_hf(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
             agreement, lambda: are_converted(job.opened, job.mapped, lambda: by_converter().mapped)
         ):
             job = on_all(agreement, by_converter)
-        output = on_all(agreement, lambda: _ready(job, chosen.overwrite, chosen.durable))
+        output = on_all(agreement, lambda: _ready(job, chosen))
         _write(job, output, agreement, chosen.progress)
         if agreement.rank == 0:
             report("converted", f"{source.root.path} to {job.target.path}", job.summary().nbytes, started)
@@ -347,12 +347,12 @@ class _Job:
             yield ModelFile(INDEX, index_of(self._weights))
 
 
-def _ready(job: _Job, overwrite: bool, durable: bool) -> Output:
+def _ready(job: _Job, chosen: ConvertOptions) -> Output:
     """Return the output, after checking that everything can be exported."""
     if not job.opened.parts.model:
         raise PartNotFound(f"{job.opened.where} was saved without a model, so there is nothing to export")
     job.require_all()
-    return Output(job.target, overwrite=overwrite, durable=durable)
+    return Output(job.target, chosen)
 
 
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:

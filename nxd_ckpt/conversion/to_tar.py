@@ -109,7 +109,7 @@ def to_tar(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
     if not target.name.endswith(ARCHIVES):
         raise InvalidArgument(f"output {target.path}: expected a name that ends in {' or '.join(ARCHIVES)}")
     compression_of(target.name)
-    output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=None)
+    output = Output(target, chosen, None)
     opened = open_source(source.place)
     with opened.guarded():
         members = list(_members(opened))

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from nxd_ckpt.core.downloads import instead_of_json
 from nxd_ckpt.core.limits import shown
+from nxd_ckpt.core.other_files import instead_of_json
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.gc_paused import gc_paused
 

@@ -30,7 +30,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import InvalidArgument, StorageError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
-from nxd_ckpt.storage.urls import StorageOptions, is_url, join, local_path, open_storage
+from nxd_ckpt.storage.urls import StorageOptions, absolute, is_url, join, open_storage
 
 CHECKS = {
     "versions": "versions and device",
@@ -151,7 +151,7 @@ def run_selftest(
         )
     if device == "xla" and find_spec("torch_xla") is None:
         raise InvalidArgument("device xla: torch_xla cannot be imported; it is not installed for this Python")
-    place = directory if is_url(directory) else os.path.abspath(local_path(directory))
+    place = absolute(directory)
     storage = open_storage(place, storage_options=storage_options)
     _require_space(place, 6 * world * nbytes + 16 * 2**20)
     begun = time.monotonic()

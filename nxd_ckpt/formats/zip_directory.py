@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from nxd_ckpt.core import limits
-from nxd_ckpt.core.downloads import HEAD, instead_of_data
 from nxd_ckpt.core.limits import check_count, shown
+from nxd_ckpt.core.other_files import HEAD, instead_of_data
 from nxd_ckpt.errors import MalformedFile
 
 LOCAL = struct.Struct("<4s5H3I2H")
@@ -217,11 +217,6 @@ def _not_a_zip(pread: Pread, size: int, file: str) -> MalformedFile:
     start = pread(0, min(size, 4))
     if start == LOCAL_MARK:
         return malformed(file, "it begins like a torch file but has no end mark")
-    if start[:1] == b"\x80":
-        return MalformedFile(
-            f"{file}: expected a torch zip file, found the format before torch 1.6. "
-            "Save it again: torch.save(torch.load(path), path)"
-        )
     other = instead_of_data(pread(0, min(size, HEAD)))
     if other is not None:
         return MalformedFile(f"{file}: expected a torch zip file, found {other}")
@@ -247,7 +242,10 @@ def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
             extra = raw[at - extra_length - comment : at - comment]
             packed, nbytes, offset = _widened(extra, [nbytes, packed, offset], name, file)
         if method != STORED or packed != nbytes or flags & ENCRYPTED:
-            raise malformed(file, f"record {shown(name)} is compressed or encrypted, expected plain bytes")
+            raise MalformedFile(
+                f"{file}: its record {shown(name)} is compressed or encrypted, as torch.save writes none: it is "
+                "TorchScript, whose state dict can be saved, or another zip archive"
+            )
         if name in names:
             raise malformed(file, f"record {shown(name)} occurs twice")
         names.add(name)

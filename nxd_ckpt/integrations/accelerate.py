@@ -37,7 +37,6 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.trainer_tags import (
-    STATE,
     TrainerSaves,
     TrainerTag,
     directory_of,
@@ -48,6 +47,7 @@ from nxd_ckpt.integrations.trainer_tags import (
 )
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.tag.seal import STATE
 
 _CHECKPOINTS = "checkpoints"
 """accelerate's folder of a project's checkpoints."""

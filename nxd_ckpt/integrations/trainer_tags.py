@@ -37,13 +37,10 @@ from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.known_damage import note_damage
 from nxd_ckpt.tag.order import manifest_of
-from nxd_ckpt.tag.seal import DIGESTS, read_seal
+from nxd_ckpt.tag.seal import DIGESTS, STATE, read_seal
 from nxd_ckpt.tag.verify import problems_of
 
 logger = logging.getLogger("nxd_ckpt")
-
-STATE = "training_state"
-"""The tag in a checkpoint of version 0.1; those of further models end in ``_1`` and so on."""
 
 
 class TrainerSaves:

@@ -214,7 +214,7 @@ class Translation:
     def _written(self, tag: HuggingFaceTag, names: DcpNames, dst: StrPath) -> Converted:
         chosen = self._chosen
         state, target = DcpState(WholeTag(tag), names), locate_apart(dst, self._source.place, chosen.written_with)
-        output = Output(target, overwrite=chosen.overwrite, durable=chosen.durable, kind=TORCH_DCP)
+        output = Output(target, chosen, TORCH_DCP)
         return self._described(write_dcp(state, output, self._source, chosen))
 
     def _described(self, done: Converted) -> Converted:

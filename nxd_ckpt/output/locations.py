@@ -13,11 +13,10 @@ from nxd_ckpt.coordination.output_lease import other_job_lives
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.tags import validate_tag
-from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
+from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.urls import (
-    ARCHIVES,
     StorageOptions,
     StrPath,
     directory_and_name,
@@ -27,10 +26,8 @@ from nxd_ckpt.storage.urls import (
     local_path,
     open_storage,
 )
-from nxd_ckpt.tag.choosing import tag_meant
-from nxd_ckpt.tag.directory import clash, holds_tags, list_tags, require_directory, tag_around
-from nxd_ckpt.tag.foreign import nemo
-from nxd_ckpt.tag.foreign.torch_dcp import holds_ranks, is_of_rank
+from nxd_ckpt.tag.by_path import own_place
+from nxd_ckpt.tag.directory import clash, holds_tags, require_directory, tag_around
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -82,53 +79,27 @@ def settle(place: Location, storage: Storage) -> None:
 
 
 def locate_input(path: StrPath, options: StorageOptions | None = None) -> Location:
-    """Return the tag at ``path``, or the only one in an archive there. Raises CheckpointNotFound if there is none."""
-    place = locate_existing(path, options)
-    if place.name.endswith(ARCHIVES) and place.open().is_file(place.name):
-        place = _only_tag(place)
+    """Return the tag at ``path``, or the only one in an archive there; see `own_place`.
+
+    Raises CheckpointNotFound if there is none, or several tags are of that step.
+    """
+    given = settled_input(path, options)
+    place = own_location(join(given.directory, given.name), given.options)
     require_directory(place.open(), place.name, "input")
     return place
 
 
-def locate_any(path: StrPath, options: StorageOptions | None) -> Location:
-    """Return the tag at ``path``, the only one in an archive, or a file, which may be a checkpoint too.
-
-    A path of one rank, of SageMaker's tiered storage or neuronx-nemo-megatron, becomes one from the directory of all
-    ranks. Raises CheckpointNotFound if there is none.
-    """
-    place = locate_existing(path, options)
-    directory, rank = directory_and_name(place.directory)
-    of_all = Location(directory, f"{rank}/{place.name}", place.options)
-    if place.open().is_file(place.name):
-        if place.name.endswith(ARCHIVES):
-            return _only_tag(place)
-        return of_all if nemo.is_of_rank(of_all.name) else place
-    require_directory(place.open(), place.name, "input")
-    if holds_ranks(rank) and is_of_rank(of_all.open(), of_all.name):
-        return of_all
-    return place
+def own_location(path: StrPath, options: StorageOptions | None) -> Location:
+    """Return what the path itself names; see `own_place`."""
+    return Location(*own_place(path, lambda directory: Location(directory, "", options).open()), options)
 
 
-def locate_existing(path: StrPath, options: StorageOptions | None) -> Location:
-    """Return the location of an input, after finishing an interrupted replacement there.
-
-    A number that is no tag is the step of one. Raises CheckpointNotFound for the step of several tags.
-    """
+def settled_input(path: StrPath, options: StorageOptions | None) -> Location:
+    """Return the location of an input, after finishing an interrupted replacement there."""
     place = location_of(path, "input", options)
-    storage = place.open()
     with suppress(OSError):  # reading needs no renames; opening the input reports what is missing
-        settle(place, storage)
-    return replace(place, name=tag_meant(storage, place.name))
-
-
-def _only_tag(archive: Location) -> Location:
-    directory = join(archive.directory, archive.name)
-    tags = [info.tag for info in list_tags(open_storage(directory, storage_options=archive.options))]
-    if len(tags) != 1:
-        raise CheckpointNotFound(
-            f"{archive.path} holds {', '.join(tags[:8]) or 'no tag'}; name one of them: {join(archive.path, 'TAG')}"
-        )
-    return Location(directory, tags[0], archive.options)
+        settle(place, place.open())
+    return place
 
 
 def locate_output(path: StrPath, source: Location, overwrite: bool, options: StorageOptions | None = None) -> Location:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.output.output import matches
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import StorageOptions, directory_and_name, open_storage, options_for
+from nxd_ckpt.storage.urls import StorageOptions, open_storage, options_for
+from nxd_ckpt.tag.by_path import own_place
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
 from nxd_ckpt.tag.foreign.quantization import without_quantization
 from nxd_ckpt.tag.foreign.weight_files import SINGLE
@@ -167,8 +168,9 @@ def _retyped(file: ModelFile, dtype: str) -> ModelFile:
 
 
 def _open(path: str, options: StorageOptions | None) -> tuple[Storage, str]:
-    directory, name = directory_and_name(path)
-    return open_storage(directory, storage_options=options_for(directory, options)), name
+    opens = partial(open_storage, storage_options=options_for(path, options))
+    directory, name = own_place(path, opens)
+    return opens(directory), name
 
 
 def _key(folder: str, name: str) -> str:

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from nxd_ckpt.coordination.output_lease import OutputLease, is_in_use_here
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
+from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, settle
 from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
 from nxd_ckpt.output.source import Source
@@ -24,7 +25,10 @@ from nxd_ckpt.storage.base import DirEntry, can_rename
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
+from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.sums import SUMS, sums_of
+from nxd_ckpt.tag.verify import files_of
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -45,7 +49,7 @@ class OutputKind:
         """Return those of the ``files`` of a directory that no directory of this kind has."""
         is_one = any(fnmatchcase(file, self.patterns[0]) for file in files)
         patterns = (*self.patterns, *self.beside) if is_one else self.patterns
-        return [file for file in files if not matches(file, patterns)]
+        return [file for file in files if not matches(file, (*patterns, SUMS))]
 
 
 def matches(file: str, patterns: Sequence[str]) -> bool:
@@ -67,13 +71,11 @@ class Output:
     Raises InvalidArgument, before anything is touched, if it may not be written.
     """
 
-    def __init__(
-        self, place: Location, *, overwrite: bool, durable: bool, kind: OutputKind | None = HUGGING_FACE
-    ) -> None:
+    def __init__(self, place: Location, chosen: ConvertOptions, kind: OutputKind | None = HUGGING_FACE) -> None:
         self.place = place
-        self.storage = place.open(durable)
+        self.storage = place.open(chosen.durable)
         self._kind = kind
-        self._overwrite, self._made = overwrite, list[str]()
+        self._chosen, self._made = chosen, list[str]()
         self._lease: OutputLease | None = None
         settle(place, self.storage)
         self._check()
@@ -147,7 +149,13 @@ class Output:
             self._lease.require()
 
     def publish(self) -> None:
-        """Make it visible, after all files are written. Raises DirectoryInUse if another process took over."""
+        """Make it visible, after all files are written. Raises DirectoryInUse if another process took over.
+
+        Files are not written in order, so their SHA-256 is that of what is read here.
+        """
+        if self._chosen.sha256:
+            files = TagFiles(self.storage, self.folder)
+            self.write(SUMS, sums_of(files, (name for name in files_of(files) if name != SUMS)))
         self.require()
         self._make_visible()
         self._release()
@@ -212,7 +220,7 @@ class Output:
             storage.remove(replacement.finished)
 
     def _check(self) -> None:
-        path, name, overwrite = self.place.path, self.place.name, self._overwrite
+        path, name, overwrite = self.place.path, self.place.name, self._chosen.overwrite
         if self._kind is None:
             if self.storage.is_dir(name):
                 raise InvalidArgument(f"output {path} is a directory; choose another path")

@@ -16,10 +16,10 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
-from nxd_ckpt.output.locations import Location, locate_any
-from nxd_ckpt.storage.urls import StorageOptions, StrPath, join
+from nxd_ckpt.output.locations import Location, own_location, settled_input
+from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, join
 from nxd_ckpt.tag.by_path import ByPath
-from nxd_ckpt.tag.choosing import settle_swap
+from nxd_ckpt.tag.choosing import choose_tag, settle_swap
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
@@ -78,17 +78,28 @@ class Source:
 
 
 def find_source(path: StrPath, options: StorageOptions | None) -> Source:
-    """Recognise the checkpoint that ``path`` names: a directory, a file, an archive, or the URL of one.
+    """Recognise the checkpoint that ``path`` names: the newest tag of a directory or archive, else what it is itself.
 
     Raises:
         CheckpointNotFound: no checkpoint, an incomplete one, or several.
         MalformedFile: it has two layouts at once.
         UnsupportedState: a file with a part of a model.
     """
-    place = locate_any(path, options)
-    storage = place.open()
-    settle_swap(storage)
-    layout = recognise(storage, place.name)
+    whole, options = absolute(path), settled_input(path, options).options
+    place = own_location(whole, options)
+    settle_swap(place.open())
+    layout = recognise(place.open(), place.name)
+    if layout is None or layout.writer is Program.HUGGING_FACE:  # in which tags may lie, which count first
+        try:
+            newest = choose_tag(Location(whole, "", options).open(), None)
+        except CheckpointNotFound:
+            if layout is None:
+                raise
+        else:
+            place = Location(whole, newest, options)
+            layout = recognise(place.open(), newest)
+    if layout is None:
+        raise CheckpointNotFound(f"{place.path} was removed while it was looked at")
     tag = place
     if layout.writer in (Program.TIERED, Program.NEMO):
         tag = Location(place.directory, layout.tag, place.options)

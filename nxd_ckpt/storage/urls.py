@@ -24,6 +24,7 @@ from nxd_ckpt.storage.system import aliases, is_below
 ARCHIVES = (SUFFIX, *SUFFIXES)
 """Ends of names of archives that are read and written."""
 
+_ZIP = b"PK\x03\x04"
 StrPath = str | os.PathLike[str]
 StorageOptions = Annotated[Mapping[str, Any], Kind("a dict of options by name", plain_mapping, secret=True)]
 """Options for opening a URL."""
@@ -43,9 +44,16 @@ def open_storage(path: StrPath, durable: bool = True, storage_options: StorageOp
     if text.endswith(ARCHIVES):
         directory, name = directory_and_name(text)
         inner = _open_directory(directory, durable, storage_options)
-        if inner.is_file(name):
+        if inner.is_file(name) and not _is_zip(inner, name):
             return _open_archive(inner, name)
     return _open_directory(text, durable, storage_options)
+
+
+def _is_zip(inner: Storage, name: str) -> bool:
+    """Return whether a file is none of ``tar``: torch.save's are called ``checkpoint.pth.tar`` in many scripts."""
+    start = bytearray(min(len(_ZIP), inner.size(name)))
+    inner.read_into(name, 0, memoryview(start))
+    return start == _ZIP
 
 
 def _open_archive(inner: Storage, name: str) -> Storage:
@@ -98,6 +106,12 @@ def local_path(path: StrPath) -> str:
     return slash + below
 
 
+def absolute(path: StrPath) -> str:
+    """Return a URL as it is, and a path from the root on; links stay, since only names show what some files are."""
+    text = os.fspath(path)
+    return text if is_url(text) or not text else os.path.abspath(local_path(text))
+
+
 def normalised(path: StrPath) -> str:
     """Normalise a path or URL so that spellings of one directory compare equal; it ends in a slash.
 
@@ -137,8 +151,8 @@ def lies_in(inner: StrPath, outer: StrPath) -> bool:
 
 def join(place: StrPath, *names: str) -> str:
     """Return ``place`` with names below it: a URL stays one, a path follows the rules of ``os.path.join``."""
-    text = os.fspath(place)
-    return "/".join([text.rstrip("/"), *names]) if is_url(text) else os.path.join(text, *names)
+    text, below = os.fspath(place), [name for name in names if name]
+    return "/".join([text.rstrip("/"), *below]) if is_url(text) else os.path.join(text, *below)
 
 
 def directory_and_name(place: StrPath) -> tuple[str, str]:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.core.tags import Tag, TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, InvalidTag
+from nxd_ckpt.storage.archive.archive_storage import ArchiveStorage
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.urls import (
-    ARCHIVES,
     StorageOptions,
     StrPath,
+    absolute,
     directory_and_name,
-    is_url,
-    local_path,
     open_storage,
 )
-from nxd_ckpt.tag.choosing import choose
+from nxd_ckpt.tag.choosing import choose, tag_meant
 from nxd_ckpt.tag.directory import find_tag
+from nxd_ckpt.tag.foreign import nemo
 from nxd_ckpt.tag.foreign.hugging_face_directory import WeightsLayout, open_weights
 from nxd_ckpt.tag.foreign.recognise import Program, open_as, recognise
+from nxd_ckpt.tag.foreign.torch_dcp import holds_ranks, is_of_rank
 from nxd_ckpt.tag.foreign.weight_files import has_weights
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.payload import PayloadFile
@@ -33,10 +34,6 @@ from nxd_ckpt.tag.verification import verify_file
 logger = logging.getLogger("nxd_ckpt")
 
 _INDEX = ".index.json"
-OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-"""Ends of the names of files that torch.save wrote."""
-WEIGHT_FILES = (".safetensors", *OF_TORCH)
-_ZIP = b"PK\x03\x04"
 
 
 class ByPath(NamedTuple):
@@ -57,7 +54,8 @@ class ByPath(NamedTuple):
         """
         if self.is_weights:
             return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
-        layout = open_as(Program(self.writer), storage, key, trust_pickle=trust_pickle)
+        writer = Program(self.writer)
+        layout = None if writer.writes_tags else open_as(writer, storage, key, trust_pickle=trust_pickle)
         if layout is None:
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
         if tells and isinstance(layout, PayloadFile) and layout.taken:
@@ -72,58 +70,79 @@ Opens = Callable[..., OpenTag]
 """`open_complete_tag`, or `ByPath.open`."""
 
 
+def own_place(path: StrPath, opens: Callable[[str], Storage]) -> tuple[str, str]:
+    """Return the directory or URL, which ``opens`` opens, and the key in it, by which a path names a checkpoint itself.
+
+    An index stands for the directory that it is in, an archive of one directory for that, one rank's path for that of
+    all ranks, and a number that is no tag for the only tag of that step.
+
+    Raises CheckpointNotFound for the step of several tags.
+    """
+    whole = absolute(path)
+    storage = opens(whole)
+    if isinstance(storage, ArchiveStorage):
+        entries = [entry for entry in storage.list() if entry.name[0] != "."]
+        return whole, entries[0].name if len(entries) == 1 and entries[0].is_dir else ""
+    directory, name = directory_and_name(whole)
+    if name.endswith(_INDEX):
+        directory, name = directory_and_name(directory)
+    above, rank = directory_and_name(directory)
+    of_all = f"{rank}/{name}"
+    if nemo.is_of_rank(of_all) or (holds_ranks(rank) and is_of_rank(opens(above), of_all)):
+        return above, of_all
+    return directory, tag_meant(opens(directory), name)
+
+
 def around(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Storage, str]:
     """Return where `find_by_path` is to look: for a named tag in ``storage``, else beside its own ``place``."""
     if tag is not None or place is None:
         return storage, "" if tag is None else str(tag)
     path, options = place
-    if os.fspath(path).endswith(ARCHIVES):  # the storage is what is packed into it
-        return storage, ""
-    directory, name = directory_and_name(path if is_url(path) else os.path.abspath(local_path(path)))
-    if name.endswith(_INDEX):  # of the files beside it
-        directory, name = directory_and_name(directory)
-    return (open_storage(directory, storage_options=options), name) if name else (storage, "")
+    opens = partial(open_storage, storage_options=options)
+    directory, name = own_place(path, opens)
+    return opens(directory), name
 
 
 def open_anything(storage: Storage, tag: Tag | None, place: Place | None, *, trust_pickle: bool = False) -> OpenTag:
     """Open the tag that `choose` takes, or else what the path itself names. Raises the errors of both."""
-    inside, key, opens = choose_anything(storage, tag, place)
-    return opens(inside, key, trust_pickle=trust_pickle)
+    inside, found = choose_anything(storage, tag, place)
+    return found.open(inside, found.key, trust_pickle=trust_pickle)
 
 
-def choose_anything(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Storage, str, Opens]:
-    """Return the tag that `choose` takes, or else what the path itself names; with the function that opens it."""
+def choose_anything(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Storage, ByPath]:
+    """Return the tag that `choose` takes, or else what the path itself names. Raises the errors of both."""
     try:
-        return storage, choose(storage, tag).tag, open_complete_tag
+        return storage, _of_tag(choose(storage, tag))
     except CheckpointNotFound:
         inside, key = around(storage, tag, place)
         found = find_by_path(inside, key)
         if found is None:
             raise
-        return inside, found.key, found.open
+        return inside, found
+
+
+def _of_tag(info: TagInfo) -> ByPath:
+    return ByPath(info.tag, (Program.NXD_CKPT if info.ours else Program.NXD).value)
 
 
 def find_by_path(storage: Storage, key: str) -> ByPath | None:
-    """Return the checkpoint that is ``key`` itself; None if there is none, or its save was interrupted.
+    """Return the checkpoint that is ``key`` itself; None if there is none of a layout that is known.
 
     Raises:
+        CheckpointNotFound: it is a directory of several checkpoints, or a tag whose save was interrupted.
         MalformedFile: it has two layouts at once.
-        UnsupportedState: it is a file with a part of a model.
+        UnsupportedState: it is a file with a part of a model, or another program's.
     """
-    if not (storage.is_dir(key) or _may_be_one(storage, key)):
-        return None
-    info = find_tag(storage, key) if key else None
-    if info is not None and info.complete:
-        return ByPath(key, (Program.NXD_CKPT if info.ours else Program.NXD).value)
-    if info is not None and info.ours:  # whatever files of others are in it
-        return None
     try:
+        info = find_tag(storage, key) if key else None
+        if info is not None and info.complete:  # without a look into it
+            return _of_tag(info)
         what = recognise(storage, key)
-        if what.writer.writes_tags:
-            choose(storage, what.tag)
-    except (CheckpointNotFound, InvalidTag, FileNotFoundError):
+        if what is None:
+            return None
+        return _of_tag(choose(storage, what.tag)) if what.writer.writes_tags else ByPath(what.tag, what.writer.value)
+    except (InvalidTag, FileNotFoundError):
         return None
-    return ByPath(what.tag, what.writer.value)
 
 
 def with_given_model(opened: OpenTag, verifies: bool) -> OpenTag:
@@ -145,13 +164,3 @@ def with_given_model(opened: OpenTag, verifies: bool) -> OpenTag:
         for file in weights:
             verify_file(storage, f"{tag}/{file}", manifest.guests[file], memory, Counter())
     return OpenTag(storage, tag, WeightsLayout(open_weights(storage, tag)), None, opened.identity)
-
-
-def _may_be_one(storage: Storage, key: str) -> bool:
-    """Return whether the file may be a checkpoint: by its name, or because it begins as files of torch.save do."""
-    if not storage.is_file(key):
-        return False
-    beginning = bytearray(min(len(_ZIP), storage.size(key)))
-    if not key.endswith(WEIGHT_FILES):
-        storage.read_into(key, 0, memoryview(beginning))
-    return key.endswith(WEIGHT_FILES) or beginning == _ZIP

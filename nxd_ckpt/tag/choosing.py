@@ -24,6 +24,7 @@ from nxd_ckpt.tag.directory import (
     list_tags,
     require_directory,
 )
+from nxd_ckpt.tag.seal import DIGESTS, STATE
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -143,6 +144,11 @@ def _find_named(storage: Storage, tag: str) -> TagInfo:
 
 def _refuse_guess(storage: Storage, tags: Sequence[TagInfo], newest: TagInfo) -> None:
     """Raise CheckpointNotFound if the latest tag cannot be determined; warn if it is only likely."""
+    if newest.tag.startswith(f"{STATE}_") and storage.is_file(DIGESTS):
+        raise CheckpointNotFound(
+            f"{storage.url} is one checkpoint of several models, each a tag: name one of "
+            f"{first_of(info.tag for info in tags)}"
+        )
     without = undated(tags)
     if without:
         logger.warning(

@@ -28,6 +28,7 @@ from nxd_ckpt.core.names import (
     ParsedName,
     parse,
 )
+from nxd_ckpt.core.other_files import known_by_name
 from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
@@ -68,7 +69,7 @@ def _meant(storage: Storage, key: str) -> str:
     above, _, name = key.rpartition("/")
     try:
         close = closest(name, [entry.name for entry in storage.list(above) if entry.is_dir])
-    except OSError:
+    except (OSError, MalformedFile):
         return ""
     return "" if close is None else f"; did you mean {'/'.join(filter(None, (storage.url.rstrip('/'), above, close)))}?"
 
@@ -218,7 +219,7 @@ def describe_incomplete(storage: Storage) -> str:
         if info is None and entry.is_dir and is_whole_without_marks(storage, entry.name):
             lines.append(f"{entry.name!r} (without markers: taken only by its name)")
         elif info is None:
-            lines.append(f"{entry.name!r} (not a checkpoint)")
+            lines.append(f"{entry.name!r} ({known_by_name(entry.name) or 'not a checkpoint'})")
         elif info.damage is not None:
             lines.append(f"{entry.name!r} (damaged)")
         else:

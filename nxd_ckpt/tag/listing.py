@@ -32,13 +32,12 @@ from nxd_ckpt.errors import (
     as_checkpoint_errors,
 )
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.urls import directory_and_name, is_url, local_path, open_storage
+from nxd_ckpt.storage.urls import absolute, open_storage
 from nxd_ckpt.tag.by_path import around, find_by_path
 from nxd_ckpt.tag.choosing import choose, settled_tags, tag_meant
 from nxd_ckpt.tag.directory import (
     NO_TAG,
     describe_incomplete,
-    find_tag,
     holds_tags,
     is_tag,
     require_directory,
@@ -136,18 +135,13 @@ def locate(path: str, tag: str | None, options: Options = None) -> tuple[str, st
     Raises:
         CheckpointNotFound: no such directory, or several tags of that step.
     """
-    whole = path if is_url(path) or not path else os.path.abspath(local_path(path))
-    directory, name = directory_and_name(whole)
-    if tag is None and name.isdecimal():
-        meant = tag_meant(open_storage(directory, storage_options=options), name)
-        if meant != name:
-            return directory, meant
+    whole = absolute(path)
     if tag is not None:
         return whole, tag_meant(_open(whole, options), tag)
     storage = open_storage(whole, storage_options=options)
     if not (storage.is_dir("") and holds_tags(storage)):
         above, key = around(storage, None, (whole, options))
-        if key and (find_tag(above, key) is not None or find_by_path(above, key) is not None):
+        if key and find_by_path(above, key) is not None:
             return above.url, key
         require_directory(storage)
     return whole, None

@@ -12,6 +12,8 @@ from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import MalformedFile, PartLost
 from nxd_ckpt.storage.base import Storage
 
+STATE = "training_state"
+"""The tag in such a checkpoint; those of further models end in ``_1`` and so on."""
 DIGESTS = "digests.json"
 """Name of the file with size in bytes and CRC-32 of every other file, by path; for a tag only its manifest."""
 

@@ -178,7 +178,7 @@ class Digest:
 
 def mismatch(where: str, expected: int, actual: int) -> DigestMismatch:
     """Return the error for bytes at ``where`` with another CRC-32."""
-    remedy = f"restore the file, or load another tag{REWRITTEN if '.safetensors' in where else ''}"
+    remedy = f"restore the file, or load another tag{REWRITTEN if '.safetensors' in where.rpartition('/')[2] else ''}"
     return DigestMismatch(
         f"{where}: expected CRC-32 {expected:08x}, found {actual:08x}. The bytes changed since they were written: "
         f"{remedy}"

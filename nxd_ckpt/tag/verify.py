@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names, units
+from nxd_ckpt.core.findings import collect_problems
 from nxd_ckpt.core.manifest import FileEntry, TensorEntry
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
@@ -40,17 +41,19 @@ from nxd_ckpt.formats.torch_zip import read_directory
 from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.by_path import OF_TORCH, Place, choose_anything
+from nxd_ckpt.tag.by_path import Place, choose_anything
 from nxd_ckpt.tag.directory import NO_TAG
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
+from nxd_ckpt.tag.foreign.weight_files import OF_TORCH
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.known_damage import is_noted, known_damage, note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.order import FOREIGN_MARK, mark_of
 from nxd_ckpt.tag.seal import DIGESTS, read_seal
 from nxd_ckpt.tag.state_dicts import refuse_numbers
+from nxd_ckpt.tag.sums import SUMS, read_sums, sha256_of
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 
 logger = logging.getLogger("nxd_ckpt")
@@ -108,8 +111,9 @@ def _verify(storage: Storage, tag: Tag | None, place: Place, progress: bool) -> 
     started = effects.monotonic()
     chosen = "" if tag is None else str(tag)
     try:
-        inside, chosen, opens = choose_anything(storage, tag, place)
-        opened = opens(inside, chosen)
+        inside, found = choose_anything(storage, tag, place)
+        chosen = found.key
+        opened = found.open(inside, chosen)
         if opened.manifest is not None:
             len(opened.manifest.parameters)  # which are parsed then
     except CorruptCheckpoint as error:  # without marker and manifest the expected content is unknown
@@ -431,8 +435,11 @@ class DigestsInside:
 
 def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
     records = _Records(TagFiles(opened.storage, opened.tag))
-    files = list(files_of(records.tag_files))
-    problems = records.problems
+    files, problems = list(files_of(records.tag_files)), records.problems
+    if SUMS in files:
+        with collect_problems(problems):
+            records.sums = read_sums(records.tag_files)
+            files = [file for file in dict.fromkeys([*files, *records.sums]) if file != SUMS]
     with watched("verify", None, lambda: records.done.nbytes, progress):
         for file in files:
             records.read(file)
@@ -453,12 +460,16 @@ class _Records:
         self.undigested = 0
         self.done = Counter()
         self.problems: list[str] = []
+        self.sums: Mapping[str, str] = {}
 
     def read(self, file: str) -> None:
         """Count the file, and verify its content; damage is added to ``problems``."""
         try:
             size = self._storage.size(self.tag_files.key(file))
             self.nbytes += size
+            if file in self.sums:
+                self._compare(file, size)
+                return
             if self._inside.has_none(file):
                 self.undigested += size
                 return
@@ -470,6 +481,12 @@ class _Records:
             self.problems.append(f"{self.tag_files.where(file)} is missing")
         except EOFError as error:
             self.problems.append(f"{self.tag_files.where(file)} is shorter than its contents need: {error}")
+
+    def _compare(self, file: str, size: int) -> None:
+        expected, found = self.sums[file], sha256_of(self.tag_files, file, self.done.add)
+        if found != expected:
+            raise DigestMismatch(f"{self.tag_files.where(file)}: expected SHA-256 {expected}, found {found}")
+        self.verified += size
 
     def _verify(self, file: str, record: Digested) -> None:
         key, memory = self.tag_files.key(file), _memory(record.nbytes)

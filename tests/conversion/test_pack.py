@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nxd_ckpt import (
     Topology,
@@ -24,12 +25,14 @@ from nxd_ckpt import (
     unshard_checkpoint,
 )
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, DigestMismatch, InvalidArgument, MalformedFile
+from nxd_ckpt.errors import CorruptCheckpoint, DigestMismatch, InvalidArgument, MalformedFile
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import contents, model, optimizers, plainly, save_example
 from tests.golden.checkpoints import saved
+from tests.hugging_face.saved import differences, write_config
+from tests.migrate.layouts import PLAIN, untrained
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -125,7 +128,7 @@ def test_damage_is_found_before_the_archive_appears(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_packed_or_named(tmp_path: Path) -> None:
-    """Other names, directories; tags in an archive of several have to be named."""
+    """Other names, directories. Of several tags in an archive the newest is meant, unless one is named."""
     tag = save_example(tmp_path, 1)
     for name, match in (("out.tar.7z", "ends in .tar"), ("out", "ends in .tar"), ("step_3.tar", "is a directory")):
         (tmp_path / "step_3.tar").mkdir(exist_ok=True)
@@ -136,11 +139,25 @@ def test_what_cannot_be_packed_or_named(tmp_path: Path) -> None:
         for name in ("step_3", "step_4"):
             archive.add(tmp_path / name, f"./{name}")
     assert {"steps": 4} == load_checkpoint(tmp_path / "both.tar", model={})
-    with pytest.raises(CheckpointNotFound, match="step_3, step_4; name one"):
-        unshard_checkpoint(tmp_path / "both.tar", tmp_path / "whole")
+    convert(tmp_path / "both.tar", tmp_path / "newest.tar")
+    assert {"steps": 4} == load_checkpoint(tmp_path / "newest.tar", model={})
     unshard_checkpoint(tmp_path / "both.tar" / "step_3", tmp_path / "whole")
     with pytest.raises(OSError, match="read-only"):
         save_checkpoint(str(tmp_path / "both.tar"), "step_5", model())
+
+
+@pytest.mark.parametrize("inside", ["", "llama"])
+def test_a_packed_model_is_a_source(tmp_path: Path, inside: str) -> None:
+    """Its files, or their directory; config.json among them is found."""
+    write_config(tmp_path / "hf", PLAIN.model.config)
+    save_file(untrained(PLAIN).weights, tmp_path / "hf" / "model.safetensors")
+    with tarfile.open(tmp_path / "llama.tgz", "w:gz") as archive:
+        for file in ("config.json", "model.safetensors"):
+            archive.add(tmp_path / "hf" / file, f"{inside}/{file}")
+    convert(tmp_path / "llama.tgz", tmp_path / "out", to="dcp", names="hf", durable=False)
+    found: dict[str, Any] = {}
+    load_checkpoint(tmp_path / "out", model=found)
+    assert [] == differences(untrained(PLAIN).weights, found)
 
 
 def archive_of(*members: tuple[str, Any]) -> bytes:

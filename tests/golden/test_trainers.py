@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import load_checkpoint
-from nxd_ckpt.errors import DigestMismatch, PartLost
+from nxd_ckpt import convert, load_checkpoint
+from nxd_ckpt.errors import CheckpointNotFound, DigestMismatch, PartLost
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run, transformers_run
 from tests.integrations.transformers_ranks import Begin
@@ -61,6 +61,17 @@ def test_its_tag_loads(saved: Path) -> None:
     optimizer = torch.optim.AdamW([{"params": parameters[::2]}, {"params": parameters[1::2]}])
     load_checkpoint(saved / "transformers" / "checkpoint-2", "training_state", None, optimizer)
     assert None is difference(expected["optimizer"]["state"], optimizer.state_dict()["state"])
+
+
+def test_of_several_models_none_is_guessed(saved: Path, tmp_path: Path) -> None:
+    """A load by the checkpoint's path would take the last one; by its name each loads."""
+    (place,) = (saved / "accelerate").glob("**/checkpoint_*")
+    for door in (load_checkpoint, lambda path, model: convert(path, tmp_path / "out", to="dcp")):
+        with pytest.raises(CheckpointNotFound, match=r"several models, .* one of training_state, training_state_1"):
+            door(place, model={})
+    second: dict[str, Any] = {}
+    load_checkpoint(place, "training_state_1", model=second)
+    assert {"weight", "bias"} == {*second}
 
 
 def test_an_accelerators_checkpoint_is_loaded(saved: Path) -> None:

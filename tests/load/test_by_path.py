@@ -72,11 +72,31 @@ def tag(path: Path, job: Job) -> Path:
     return path / "step_3"
 
 
-def tar(path: Path, job: Job) -> Path:
-    tag(path, job)
-    with tarfile.open(path / "step_3.tar.xz", "w:xz") as archive:
-        archive.add(path / "step_3", "step_3")
-    return path / "step_3.tar.xz"
+def tags(path: Path, job: Job) -> Path:
+    """A directory of two, of which the newest is meant."""
+    with Checkpointer(path) as checkpointer:
+        checkpointer.save("step_1", Net())
+        checkpointer.save("step_3", *job, {"step": 3})
+    return path
+
+
+def tar(write: Callable[[Path, Job], Path], name: str, mode: str) -> Callable[[Path, Job], Path]:
+    def packed(path: Path, job: Job) -> Path:
+        written = write(path / "packed", job)
+        with tarfile.open(path / name, mode) as archive:  # type: ignore[call-overload]
+            archive.add(written, written.name)
+        return path / name
+
+    return packed
+
+
+def tar_of_tags(path: Path, job: Job) -> Path:
+    """One of those in an archive."""
+    run = tags(path / "packed", job)
+    with tarfile.open(path / "run.tar", "w") as archive:
+        for inner in ("step_3", "step_1"):
+            archive.add(run / inner, inner)
+    return path / "run.tar" / "step_3"
 
 
 def file_of(name: str, content: Callable[[Job], Any]) -> Callable[[Path, Job], Path]:
@@ -88,10 +108,24 @@ def file_of(name: str, content: Callable[[Job], Any]) -> Callable[[Path, Job], P
     return write
 
 
+def composers(path: Path, job: Job) -> Path:
+    """Its directory, in which one of two names is a link."""
+    file_of("ep0-ba3-rank0.pt", by_names)(path, job)
+    (path / "latest-rank0.pt").symlink_to("ep0-ba3-rank0.pt")
+    return path
+
+
 def safetensors(path: Path, job: Job) -> Path:
     path.mkdir()
     save_file(job[0].state_dict(), path / "any name.safetensors")
     return path / "any name.safetensors"
+
+
+def cached(path: Path, job: Job) -> Path:
+    """A file of huggingface_hub's cache: a link to one without an ending."""
+    blob = safetensors(path, job).rename(path / "0123abc")
+    (path / "model.safetensors").symlink_to(blob.name)
+    return path / "model.safetensors"
 
 
 def shards(path: Path, job: Job) -> Path:
@@ -108,7 +142,7 @@ def shards(path: Path, job: Job) -> Path:
 
 def hugging_face(path: Path, job: Job) -> Path:
     """Of a kind of model that no mapping knows."""
-    path.mkdir()
+    path.mkdir(parents=True)
     save_file(job[0].state_dict(), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps({"model_type": "nobody"}))
     return path
@@ -180,15 +214,24 @@ def colossalais(path: Path, job: Job) -> Path:
 
 WITH_OPTIMIZER: dict[str, Callable[[Path, Job], Path]] = {
     "a tag": tag,
-    "an archive": tar,
+    "a directory of tags": tags,
+    "a step": lambda path, job: tags(path, job) / "3",
+    "an archive": tar(tag, "step_3.tar.xz", "w:xz"),
+    "an archive by a short name": tar(tag, "step_3.tbz2", "w:bz2"),
+    "a tag in an archive": tar_of_tags,
     "a script's file": file_of(
         "x.pt", lambda job: {"model": job[0].state_dict(), "optimizer": job[1].state_dict(), "step": 3}
     ),
     "a script's other file": file_of(
         "x.pth", lambda job: {"model_state_dict": job[0].state_dict(), "optimizer_state_dict": job[1].state_dict()}
     ),
+    "a script's file called an archive": file_of(
+        "checkpoint.pth.tar", lambda job: {"state_dict": job[0].state_dict(), "optimizer": job[1].state_dict()}
+    ),
     "Lightning": file_of("x.ckpt", lightning),
+    "Lightning's directory": lambda path, job: file_of("last.ckpt", lightning)(path, job).parent,
     "Composer": file_of("ep0-ba3", by_names),
+    "Composer's directory": composers,
     "torch DCP": dcp,
     "transformers' Trainer": trainers,
     "accelerate": accelerates,
@@ -201,9 +244,12 @@ WITH_OPTIMIZER: dict[str, Callable[[Path, Job], Path]] = {
 MODEL_ONLY: dict[str, Callable[[Path, Job], Path]] = {
     "a state dict": file_of("x.bin", lambda job: job[0].state_dict()),
     "one safetensors file": safetensors,
+    "a link to a safetensors file": cached,
+    "the only file": lambda path, job: file_of("x.pt", lambda job: job[0].state_dict())(path, job).parent,
     "shards": shards,
     "an index": lambda path, job: shards(path, job) / "model.safetensors.index.json",
     "Hugging Face": hugging_face,
+    "a packed directory": tar(hugging_face, "model.tgz", "w:gz"),
 }
 SOURCES = WITH_OPTIMIZER | MODEL_ONLY
 
@@ -239,7 +285,7 @@ def test_it_loads_and_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.0) if source in WITH_OPTIMIZER else None
     content = load_checkpoint(path, model=model, optimizer=optimizer)
     assert [] == differs(model, optimizer, job)
-    if source in ("a tag", "an archive", "a script's file"):
+    if source in ("a tag", "an archive", "a tag in an archive", "a script's file"):
         assert {"step": 3} == content
     Checkpointer(path).load(model=(other := Net()))
     assert [] == differs(other, None, job)
@@ -250,8 +296,11 @@ def test_it_loads_and_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     for command in ("inspect", "verify", "doctor"):
         assert 0 == main([command, str(path)]), capsys.readouterr()
     again = tag(tmp_path / "again", job)
-    names = [each.name for each in diff_checkpoints(again, path).tensors if each.name[:5] == "model"]
-    assert [] == names
+    made = convert(path, tmp_path / "made", to="tag", names="own", durable=False).target
+    for one in (path, made):
+        names = [each.name for each in diff_checkpoints(again, one).tensors if each.name[:5] == "model"]
+        assert [] == names
+    assert 0 == main(["diff", str(path), str(path)]), capsys.readouterr()
 
 
 @pytest.mark.parametrize("source", ["transformers' Trainer", "accelerate", "ColossalAI"])

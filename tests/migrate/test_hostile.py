@@ -100,7 +100,7 @@ MISSING: dict[str, list[tuple[str, str]]] = {
     ],
     "tiered": [
         ("rank_1", r"should be in 'job/rank_1/step_3/checkpoint.pt', which does not exist"),
-        ("*/*/metadata.metadata", "none of the layouts that are known"),
+        ("*/*/metadata.metadata", "holds one file of torch.save"),
     ],
     "tiered by ray": [("*/rank_1", r"should be in 'job/step_3/rank_1/checkpoint.pt', which does not exist")],
     "presharded": [
@@ -108,7 +108,7 @@ MISSING: dict[str, list[tuple[str, str]]] = {
         ("tp1_*", "the files of all ranks are there"),
     ],
     "fsdp": [("*rank-00000002*", r"those of ranks 2 are not there")],
-    "xm.save": [("last.pth", "it holds nothing")],
+    "xm.save": [("last.pth", "it is empty")],
     "dcp": [
         (".metadata", r"not \.metadata, which torch DCP writes last"),
         ("*.distcp", r"should be in '__0_0.distcp', which does not exist"),

@@ -23,7 +23,9 @@ from nxd_ckpt.errors import (
     UnsafePickle,
     UnsupportedState,
 )
-from nxd_ckpt.output.locations import Location, locate_any, locate_input
+from nxd_ckpt.output.locations import Location, locate_input
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.by_path import own_place
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
@@ -334,12 +336,8 @@ def _files(*names: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("fill", "kind", "complaint"),
     [
-        (_files("notes.txt"), CheckpointNotFound, "has none of the layouts that are known .* holds notes.txt"),
-        (
-            _files("a/model/x", "b.ckpt/optim/x"),
-            CheckpointNotFound,
-            "holds several checkpoints, expected one: a, b.ckpt",
-        ),
+        (_files("notes.txt"), CheckpointNotFound, r"it holds 'notes\.txt' \(not a checkpoint\)"),
+        (_files("a/model/x", "b.ckpt/optim/x"), CheckpointNotFound, r"holds 'a' \(not a checkpoint\), 'b\.ckpt'"),
         (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
         (_files("config.json", "model.safetensors"), CheckpointError, f"{ALREADY}|not a whole safetensors file"),
         (
@@ -360,8 +358,8 @@ def _files(*names: str) -> Callable[[Path], None]:
             CheckpointNotFound,
             "has no .*rank_0/step_1/metadata.metadata, which",
         ),
-        (_files("step_300/checkpoint.pt"), CheckpointNotFound, "has none of the layouts that are known"),
-        (_files("rank_0/checkpoint.pt"), CheckpointNotFound, "has none of the layouts that are known"),
+        (_files("step_300/checkpoint.pt"), CheckpointNotFound, "'step_300': it holds one file of torch.save"),
+        (_files("rank_0/checkpoint.pt"), CheckpointNotFound, "'rank_0': it holds one file of torch.save"),
         (_files("tp999999999999_sharded_checkpoint.safetensors"), MalformedFile, "at most 1048576 are allowed"),
         (_files("tp0_sharded_checkpoint.safetensors"), MalformedFile, "tp0_sharded_checkpoint.safetensors"),
     ],
@@ -499,7 +497,7 @@ def test_one_file_of_several(tmp_path: Path) -> None:
         write_xm_save(tmp_path / "several" / name, run)
     refused(tmp_path / "several", CheckpointNotFound, "holds several checkpoints; pass one of the files a.pth, b.pth")
     (tmp_path / "notes.txt").write_text("no checkpoint")
-    refused(tmp_path / "notes.txt", MalformedFile, "notes.txt")
+    refused(tmp_path / "notes.txt", UnsupportedState, "notes.txt is a text")
     torch.save({"optimizer": {"state": {}, "param_groups": []}}, tmp_path / "optimizer.pth")
     refused(tmp_path / "optimizer.pth", PartNotFound, "has no model under the usual keys")
 
@@ -516,11 +514,10 @@ def test_names_of_torchtitan_are_not_taken_for_those_of_a_target(tmp_path: Path)
 def test_a_run_may_be_called_as_a_rank(tmp_path: Path) -> None:
     """Only what SageMaker's tiered storage wrote is named from the directory of all ranks, where it is read."""
     tag = write_nxd(tmp_path / "rank_3" / "step_5", untrained())
-    assert (str(tmp_path / "rank_3"), "step_5") == _place(locate_any(tag, None)) == _place(locate_input(tag))
+    assert (str(tmp_path / "rank_3"), "step_5") == own_place(tag, LocalStorage) == _place(locate_input(tag))
     tiered = tmp_path / "job" / "rank_1" / "step_5"
     _files("rank_1/step_5/checkpoint.pt", "rank_0/step_5/metadata.metadata")(tmp_path / "job")
-    assert (str(tmp_path / "job"), "rank_1/step_5") == _place(locate_any(tiered, None))
-    assert (str(tmp_path / "job" / "rank_1"), "step_5") == _place(locate_input(tiered))
+    assert (str(tmp_path / "job"), "rank_1/step_5") == own_place(tiered, LocalStorage)
 
 
 def _place(found: Location) -> tuple[str, str]:

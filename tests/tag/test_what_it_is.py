@@ -45,13 +45,74 @@ def test_what_others_wrote_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     for name, files, words in (
         ("dcp", [".metadata", "__0_0.distcp"], "torch DCP checkpoint: load_checkpoint"),
         ("trainer", ["trainer_state.json", "config.json", "model.safetensors"], "checkpoint of transformers' Trainer"),
-        ("lightning", ["epoch=0-step=3.ckpt"], "checkpoint files of Lightning"),
+        ("lightning", ["epoch=0-step=3.ckpt", "last.ckpt"], "checkpoint files of Lightning"),
     ):
         (tmp_path / name).mkdir()
         for file in files:
             (tmp_path / name / file).write_text(json.dumps({}))
         main(["list", str(tmp_path / name)])
         assert words in " ".join(capsys.readouterr().out.split())
+
+
+OTHERS: dict[str, tuple[bytes, str]] = {
+    "readme.txt": (b"how it was trained", "is a text"),
+    "model.gguf": (b"GGUF\3\0\0\0", "GGUF file of llama.cpp: .*gguf_file="),
+    "noname": (b"GGUF\3\0\0\0", "GGUF file of llama.cpp"),
+    "model.onnx": (b"\x08\x07\x12\x07pytorch", "ONNX model"),
+    "model.npz": (b"PK\x03\x04", "file of NumPy"),
+    "model.h5": (b"\x89HDF\r\n", "HDF5 file, such as Keras writes"),
+    "ckpt-1.index": (b"\0\0\1\2", "file of TensorFlow"),
+    "ckpt-1.data-00000-of-00001": (b"\0", "file of TensorFlow"),
+    "flax_model.msgpack": (b"\x81\xa6params", "file of Flax"),
+    "model.zip": (b"PK\x03\x04", "an archive: unpack it"),
+    "weights": (b"\x1f\x8b\x08", "compressed, or an archive"),
+    "model.pkl": (b"\x80\x04\x95", "a pickle of Python: save its tensors with torch.save"),
+    "old": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P", "before torch 1.6. Save it again"),
+    "optim.safetensors": (b"", "an optimizer's tensors: pass the directory"),
+    "model_optim_rng.pt": (b"", "of Megatron-LM, whose own converter"),
+    "trace.bin": (b"text in place of data", "expected a torch zip file, found a text"),
+    "other": (b"\0\1\2", "is no checkpoint of a kind that is known"),
+}
+"""Files of other programs by their names, with how they begin and what is said."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """By its name or its beginning, with what to do, through every door. In a directory it is named too."""
+    start, words = OTHERS[name]
+    (tmp_path / name).write_bytes(start)
+    for door in ("load", "load by an object", "open", "export"):
+        with pytest.raises(CheckpointError, match=words):
+            SOURCES[door](str(tmp_path / name), str(tmp_path / "out"))
+    for command in ("inspect", "verify", "doctor"):
+        assert 0 != main([command, str(tmp_path / name)])
+        said = capsys.readouterr()
+        assert re.search(words, " ".join((said.out + said.err).split())), command
+
+
+def test_a_directory_of_another_program_is_named(tmp_path: Path) -> None:
+    """The same by a load and by a conversion."""
+    for number, (files, words) in enumerate(
+        [
+            (["model.Q4.gguf"], "'model.Q4.gguf' .a GGUF file"),
+            (["config.json", "flax_model.msgpack"], "a file of Flax"),
+            (["checkpoint", "ckpt-1.index"], "a file of TensorFlow"),
+            (["optim.safetensors"], "an optimizer's tensors"),
+            (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "a checkpoint of Orbax, for JAX"),
+            (["iter_0000100/mp_rank_00/model_optim_rng.pt"], "'iter_0000100/mp_rank_00'.* rank of Megatron-LM"),
+            (["global_step10/mp_rank_00_model_states.pt"], "'global_step10'.* of DeepSpeed"),
+            (["a.pt", "b.pt"], "several files of torch.save: pass one of them"),
+            (["epoch=0.ckpt", "last.ckpt"], "checkpoint files of Lightning: pass one of them"),
+            (["__0_0.distcp"], "not .metadata, which torch DCP writes last"),
+        ]
+    ):
+        place = tmp_path / str(number)
+        for file in files:
+            (place / file).parent.mkdir(parents=True, exist_ok=True)
+            (place / file).write_bytes(b"")
+        for door in ("load", "open", "verify", "export"):
+            with pytest.raises(CheckpointNotFound, match=words):
+                SOURCES[door](str(place), str(tmp_path / "out"))
 
 
 OUTPUTS = {
@@ -64,7 +125,7 @@ OUTPUTS = {
         "'checkpoints/checkpoint_0': .*accelerate.*nxd-ckpt verify {}/checkpoints/checkpoint_0",
     ),
     "lightning": (
-        ["lightning_logs/version_0/checkpoints/epoch=0.ckpt", "lightning_logs/version_0/hparams.yaml"],
+        ["lightning_logs/version_0/checkpoints/epoch=0.ckpt", "lightning_logs/version_0/checkpoints/last.ckpt"],
         "'lightning_logs/version_0/checkpoints': it holds checkpoint files of Lightning",
     ),
     "titan": (["outputs/checkpoint/step-10/.metadata"], "'outputs/checkpoint/step-10': it is a torch DCP checkpoint"),

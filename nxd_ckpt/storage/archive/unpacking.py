@@ -40,11 +40,16 @@ from nxd_ckpt.storage.work_dir import default_work_dir, opened
 GZIP, ZSTD, BZIP2, XZ, LZMA = "gzip", "zstd", "bzip2", "xz", "lzma"
 SUFFIXES: Mapping[str, str] = {
     ".tar.zst": ZSTD,
+    ".tzst": ZSTD,
     ".tar.gz": GZIP,
     ".tgz": GZIP,
     ".tar.bz2": BZIP2,
+    ".tbz2": BZIP2,
+    ".tbz": BZIP2,
     ".tar.xz": XZ,
+    ".txz": XZ,
     ".tar.lzma": LZMA,
+    ".tlz": LZMA,
 }
 """Compression by the end of a file's name."""
 

@@ -33,7 +33,7 @@ from nxd_ckpt.tag.foreign.quantization import (
     refuse_companions,
     refuse_quantized_dtype,
 )
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, refuse_part, tensors_of
+from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, tensors_of
 from nxd_ckpt.tag.foreign.whole_files import content_in, optimizer_in, scheduler_in
 from nxd_ckpt.tag.payload import Payload, PayloadFile
 from nxd_ckpt.tag.state_dicts import reading
@@ -206,7 +206,6 @@ class WholeModelFile(HuggingFaceDirectory):
 def open_weights(storage: Storage, key: str, model_key: str = "model") -> HuggingFaceDirectory:
     """Open the directory ``key``, or the file of that name with a whole model. Raises the errors of opening it."""
     if storage.is_file(key):
-        refuse_part(key, f"{storage.url}/{key}")
         return WholeModelFile(storage, key, model_key)
     require_directory(storage, key, "input")
     return HuggingFaceDirectory(storage, key, model_key)

@@ -1,4 +1,4 @@
-"""Directories that are no directories of tags: what they are, by the names in them, and the call that reads them."""
+"""Directories that are no directories of tags: what they are, by the names in them, and what to do with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.foreign import rank_items
-from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights
+from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights, torch_files
 
 _DEPTH, _DIRECTORIES = 4, 100
 """Levels, and directories, below the one that was named, in which checkpoints are looked for."""
@@ -24,6 +24,7 @@ class _Kind(NamedTuple):
 
 
 _LOADS = "load_checkpoint({url!r}, model=model) loads it, and nxd-ckpt inspect {url} shows it"
+_ONE_FILE = _Kind(lambda files: len(torch_files(files)) == 1, f"it holds one file of torch.save: {_LOADS}")
 _KINDS = (
     _Kind(
         lambda files: ".metadata" in files,
@@ -57,10 +58,26 @@ _KINDS = (
         f"it is a model in Hugging Face's form: {_LOADS}",
     ),
     _Kind(
-        lambda files: matching(files, "*.ckpt"),
-        "it holds checkpoint files of Lightning: pass one of them, or resume with "
-        "nxd_ckpt.integrations.lightning",
+        lambda files: matching(files, "*.distcp"),
+        "it holds files of torch DCP, but not .metadata, which torch DCP writes last: the save was interrupted",
     ),
+    _Kind(
+        lambda files: files & {"_CHECKPOINT_METADATA", "manifest.ocdbt"},
+        "it is a checkpoint of Orbax, for JAX: restore it there, and save its arrays with safetensors.flax.save_file",
+    ),
+    _Kind(
+        lambda files: "model_optim_rng.pt" in files,
+        "it is of one rank of Megatron-LM, whose own converter writes Hugging Face's form",
+    ),
+    _Kind(
+        lambda files: len(matching(files, "*.ckpt")) > 1,
+        "it holds checkpoint files of Lightning: pass one of them, or resume with nxd_ckpt.integrations.lightning",
+    ),
+    _Kind(
+        lambda files: len(torch_files(files)) > 1,
+        "it holds several files of torch.save: pass one of them",
+    ),
+    _ONE_FILE,
 )
 
 
@@ -71,6 +88,11 @@ def described(files: Set[str], url: str) -> str | None:
     """Describe a directory of these files, with the call that reads it; None if it is unknown."""
     kind = _kind_of(files)
     return None if kind is None else kind.text.format(url=url)
+
+
+def holds_one_file(files: Set[str]) -> bool:
+    """Return whether a directory of these files is no more than one file of torch.save."""
+    return _kind_of(files) is _ONE_FILE
 
 
 def described_below(storage: Storage) -> str | None:

@@ -12,16 +12,17 @@ from enum import Enum
 from functools import cached_property
 
 from nxd_ckpt.core import names
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
+from nxd_ckpt.core.other_files import HEAD, instead_of_data, known_by_name
+from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, UnsupportedState
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files, whole_files
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, DcpTensors
-from nxd_ckpt.tag.foreign.other_kinds import described
+from nxd_ckpt.tag.foreign.other_kinds import holds_one_file
 from nxd_ckpt.tag.foreign.rank_items import RankItems
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, TieredFiles, tiered_saves
-from nxd_ckpt.tag.foreign.weight_files import has_weights, refuse_part
+from nxd_ckpt.tag.foreign.weight_files import WEIGHT_FILES, has_weights, refuse_part, torch_files
 from nxd_ckpt.tag.nxd_tag import TagLayout
 
 
@@ -71,50 +72,56 @@ ADAPTER_SHARDS = "adapter_shards"
 _SHARDS, _OLD_SHARDS = "shards", "tensor_parallel_shards"
 _INSIDE = {Program.OPTIMUM: _SHARDS, Program.OPTIMUM_OLD: _OLD_SHARDS}
 """Subdirectory with the tensors, by writer."""
+_ZIP = b"PK\x03\x04"
 
-def recognise(storage: Storage, folder: str) -> Recognised:
-    """Return the writer of the checkpoint ``folder``, or of the one file of that name.
+
+def recognise(storage: Storage, folder: str) -> Recognised | None:
+    """Return the writer of the checkpoint ``folder``, or of the one file of that name; None if no layout is known.
 
     Raises:
-        CheckpointNotFound: no layout that is known, or a directory of several checkpoints.
+        CheckpointNotFound: it is a directory of several checkpoints.
         MalformedFile: it has two layouts at once.
-        UnsupportedState: it is a file with a part of a model.
+        UnsupportedState: it is a file with a part of a model, or another program's.
     """
     where = f"{storage.url}/{folder}" if folder else storage.url
     if storage.is_file(folder):
         parent, _, name = folder.rpartition("/")
-        refuse_part(name, where)
+        _refuse_file(storage, folder, where)
         of_torch = Program.NEMO if nemo.is_of_rank(folder) else Program.TORCH_XLA
         return Recognised(Program.HUGGING_FACE if name.endswith(".safetensors") else of_torch, folder, parent)
+    if not storage.is_dir(folder):
+        return None
     candidate = _Folder(storage, folder)
     listing, writers = candidate.listing, candidate.writers()
     if not writers and has_weights(listing):  # without config.json
         writers = [Program.HUGGING_FACE]
     if len(writers) != 1:
         tag = find_tag(storage, folder) if folder else None
-        if tag is not None and tag.complete:  # whatever files of others are in it
+        if tag is not None and (tag.complete or tag.ours):  # whatever files of others are in it
             writers = [Program.NXD_CKPT if tag.ours else Program.NXD]
     if len(writers) == 1 and writers[0] in _SEVERAL:
         return Recognised(writers[0], _only(_SEVERAL[writers[0]](candidate), where), folder)
     if len(writers) > 1:
         both = " and ".join(writer.value for writer in writers)
         raise MalformedFile(f"{where} has the files of two layouts: {both}; move those of one to a place of their own")
-    if not writers:
-        inner = (name for name, is_dir in listing.items() if is_dir)
-        below = sorted(name for name in inner if _Folder(storage, candidate.below(name)).writers())
-        if below:
-            holds = "several checkpoints, expected one" if len(below) > 1 else "one checkpoint, and is none; pass that"
-            raise CheckpointNotFound(f"{where} holds {holds}: {', '.join(below[:8])}")
-        kind = described({name for name, is_dir in listing.items() if not is_dir}, where)
-        if kind is not None:
-            raise CheckpointNotFound(f"{where}: {kind}")
-        has_data = any(name.endswith(".distcp") for name in listing)
-        raise CheckpointNotFound(
-            f"{where} has none of the layouts that are known (docs/convert.md lists them); it holds "
-            f"{', '.join(sorted(listing)[:8]) or 'nothing'}"
-            + (f", but not {METADATA}, which torch DCP writes last: the save was interrupted" if has_data else "")
-        )
-    return candidate.located(writers[0])
+    if writers:
+        return candidate.located(writers[0])
+    files = {name for name, is_dir in listing.items() if not is_dir}
+    return recognise(storage, candidate.below(*torch_files(files))) if holds_one_file(files) else None
+
+
+def _refuse_file(storage: Storage, key: str, where: str) -> None:
+    """Raise UnsupportedState for a file that is, by its name or its beginning, no whole model and no script's dict."""
+    name = key.rpartition("/")[2]
+    refuse_part(name, where)
+    other = known_by_name(name)
+    if other is None and not name.endswith(WEIGHT_FILES):
+        start = bytearray(min(HEAD, storage.size(key)))
+        storage.read_into(key, 0, memoryview(start))
+        if not start.startswith(_ZIP):
+            other = instead_of_data(bytes(start)) or "no checkpoint of a kind that is known"
+    if other is not None:
+        raise UnsupportedState(f"{where} is {other}")
 
 
 def open_as(writer: Program, storage: Storage, key: str, *, trust_pickle: bool = False) -> TagLayout | None:

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.core.downloads import instead_of_data
 from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
+from nxd_ckpt.core.other_files import instead_of_data
 from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.inert import Call, Inert
@@ -117,7 +117,7 @@ def read_metadata(files: TagFiles, places: DcpFiles | TieredFiles) -> DcpMetadat
         MalformedFile: other content, or metadata that points outside the directory or to a missing file.
     """
     data = files.storage.read(files.key(places.metadata), DCP_METADATA)
-    other = instead_of_data(data)
+    other = None if data[:1] == b"\x80" else instead_of_data(data)  # it is a pickle
     if other is not None:
         raise MalformedFile(f"{files.where(places.metadata)}: expected the metadata of torch DCP, found {other}")
     with parsing_metadata(files.where(places.metadata), "the metadata of torch DCP"):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from nxd_ckpt.core import document
+from nxd_ckpt.core.names import parse
+from nxd_ckpt.core.other_files import known_by_name
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
@@ -44,10 +46,11 @@ _KINDS = (
     _Kind(SINGLE, "index.json", re.compile(r"(?!)")),  # OLMo-core's and ours, of plain files of whole tensors
 )
 
+OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+"""Ends of the names of files that torch.save wrote."""
+WEIGHT_FILES = (".safetensors", *OF_TORCH)
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """PEFT's files of an adapter."""
-_OPTIMIZER = re.compile(r"optimizer(-\d{1,6}-of-\d{1,6})?\.safetensors")
-_MERGE = "merge it into its base with peft (merge_and_unload), save that model, and use it"
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,17 @@ class WeightFiles:
 def has_weights(names: Iterable[str]) -> bool:
     """Return whether one of the files is, by its name, of a model's weights, or of an adapter's."""
     return any(
-        name.endswith(".safetensors") or name in ADAPTERS or any(_is_of(name, kind) for kind in _KINDS)
+        (name.endswith(".safetensors") and known_by_name(name) is None)
+        or name in ADAPTERS
+        or any(_is_of(name, kind) for kind in _KINDS)
         for name in names
     )
+
+
+def torch_files(names: Iterable[str]) -> list[str]:
+    """Return the files of torch.save; without ranks' files of a tag, and those that are called as another's copy."""
+    found = sorted(name for name in names if name.endswith(OF_TORCH) and parse(name) is None)
+    return [name for name in found if not name.startswith("latest")] or found
 
 
 def refuse_part(name: str, where: str) -> None:
@@ -79,14 +90,10 @@ def refuse_part(name: str, where: str) -> None:
     Other files may be one.
     """
     shard = next(filter(None, (kind.shards.fullmatch(name) for kind in _KINDS)), None)
-    if name in ADAPTERS:
-        raise UnsupportedState(f"{where} is a PEFT adapter, without its base model: {_MERGE}")
     if shard is not None:
         raise UnsupportedState(f"{where} is one of {int(shard[2])} files of a model: pass their directory")
     if presharded.is_present([name]):
         raise UnsupportedState(f"{where} is one rank's part of a model: pass the directory of all ranks' files")
-    if name.endswith(".json"):
-        raise UnsupportedState(f"{where} holds no tensors: pass the directory of the model's files")
 
 
 def find_weights(files: TagFiles, read: Read) -> WeightFiles:
@@ -112,15 +119,15 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
     others = [
         name
         for name in names
-        if name.endswith(".safetensors") and name not in ADAPTERS and not _OPTIMIZER.fullmatch(name)
+        if name.endswith(".safetensors") and known_by_name(name) is None
     ]
     if len(others) == 1:
         return WeightFiles(dict.fromkeys(read(others[0]), others[0]), "the only file")
     where = files.directory
     if others:
         raise PartNotFound(f"{files.where(INDEX)} is missing, which says what in {first_of(others)} is the model's")
-    if not {*names}.isdisjoint(ADAPTERS):
-        raise UnsupportedState(f"{where} is a PEFT adapter, without its base model: {_MERGE}")
+    for adapter in {*names}.intersection(ADAPTERS):
+        raise UnsupportedState(f"{where} is {known_by_name(adapter)}")
     raise PartNotFound(f"{where} holds no weights: expected {SINGLE}, or {INDEX} and the files that it names")
 
 

@@ -37,7 +37,7 @@ OPTIMIZER_DOCUMENT = "optimizer.json"
 _MODEL, _STATE = "model.pt", "state."
 _MODELS = ("model", "modeling")
 _COLOSSALAI = "pytorch_optim.bin.index.json"
-_BESIDE = ("optimizer.pt", "optimizer.bin", OPTIMIZER_DOCUMENT)
+_BESIDE = ("optimizer.pt", "optimizer.bin")
 """Files of an optimizer that show nothing without a model beside them."""
 _OF_A_TAG = names.optimizer_file(Topology(), Coordinates(), "plain")
 """The optimizer of a tag whose model is the trainer's file."""

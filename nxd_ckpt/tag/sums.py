@@ -1,0 +1,47 @@
+"""``SHA256SUMS``: the SHA-256 of each file of a directory, for those who sign; ``sha256sum -c`` reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+
+from nxd_ckpt.core.limits import checked_key, shown
+from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.tag.files import TagFiles
+
+SUMS = "SHA256SUMS"
+
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+_PIECE = 8 * 2**20
+
+
+def sums_of(files: TagFiles, names: Iterable[str]) -> bytes:
+    """Return the content of such a list for the files ``names``, which are read."""
+    return "".join(f"{sha256_of(files, name)}  {name}\n" for name in sorted(names)).encode()
+
+
+def read_sums(files: TagFiles) -> dict[str, str]:
+    """Return the SHA-256 of each file by its name. Raises MalformedFile."""
+    where, sums = files.where(SUMS), dict[str, str]()
+    with parsing(where, "lines of a SHA-256 and a file's name"):
+        for line in files.storage.read(files.key(SUMS)).decode().splitlines():
+            match = _LINE.fullmatch(line)
+            if match is None:
+                raise MalformedFile(f"{where}: expected lines of a SHA-256 and a file's name, found {shown(line)}")
+            sums[checked_key(match[2])] = match[1]
+    return sums
+
+
+def sha256_of(files: TagFiles, name: str, count: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Return the SHA-256 of a file, read in pieces of 8 MiB; ``count`` is called with the bytes of each."""
+    key, digest = files.key(name), sha256()
+    size = files.storage.size(key)
+    memory = memoryview(bytearray(min(_PIECE, size)))
+    for start in range(0, size, _PIECE):
+        piece = memory[: min(_PIECE, size - start)]
+        files.storage.read_into(key, start, piece)
+        digest.update(piece)
+        count(len(piece))
+    return digest.hexdigest()
