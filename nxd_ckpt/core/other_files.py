@@ -24,7 +24,7 @@ _FORMATS = {
     rb"\x80\x02\x8a\x0al\xfc\x9c": "the format before torch 1.6. Save it again: torch.save(torch.load(path), path)",
     rb"\x80[\x02-\x05]": "a pickle of Python: save its tensors with torch.save",
     rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|7z\xbc\xaf|PK\x05\x06": _PACKED,
-    rb"[\t\r\n -~]{1,%d}\Z" % HEAD: "a text",
+    rb"[\t\r\n -~]{1,%d}\Z" % HEAD: "a text, without tensors",
 }
 _BY_NAME = {
     r"\.gguf": _GGUF,

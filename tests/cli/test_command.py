@@ -286,7 +286,7 @@ def test_the_help_groups_all_commands(capsys: pytest.CaptureFixture[str]) -> Non
         (["inspect", "{run}", "setp_1"], "no tag 'setp_1' (did you mean 'step_1'?)"),
         (["verify", "{run}/setp_1"], "does not exist; did you mean {run}/step_1?"),
         (["unpin", "{run}", "setp_1"], "no tag 'setp_1' (did you mean 'step_1'?), pinned or not"),
-        (["convert", "{run}/nowhere", "{run}/out", "--to", "tag"], "input {run}/nowhere does not exist"),
+        (["convert", "{run}/nowhere", "{run}/out", "--to", "tag"], "checkpoint directory {run}/nowhere does not exist"),
         (["convert", "{run}/step_1", "{run}/out", "--to=tag", "--dp=0"], "--dp must be a whole number of at least 1"),
         (["cp", "{run}/empty", "{run}/out"], "found nothing"),
         (["list", "gss://bucket/run"], "unknown scheme 'gss' (did you mean gs://?)"),
