@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
@@ -15,9 +15,9 @@ from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.cli.values import content_document, plain
 from nxd_ckpt.core import names
 from nxd_ckpt.core.findings import collect_problems
-from nxd_ckpt.core.manifest import Manifest, ParameterSpec, TensorEntry
+from nxd_ckpt.core.manifest import Manifest, TensorEntry
 from nxd_ckpt.core.mesh import Layout
-from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -312,21 +312,29 @@ def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> d
 def _parameters(opened: OpenTag, rank: int, partitions: Mapping[str, Partition]) -> list[dict[str, Any]]:
     """Describe every parameter and buffer, of all pipeline stages; of a mesh job, what ``rank`` held of each.
 
-    Facts that neither a tag nor ``partitions`` tell are None.
+    Facts that neither a tag nor ``partitions`` tell are None. NxD's files hold local tensors without their partition:
+    what ranks hold alike is whole.
     """
     if not opened.parts.model:
         return []
-    recorded = recorded_parameters(opened, partitions)
-    if opened.manifest is None:
-        return list(_from_files(opened, recorded).values())
-    knows, topology = _knows_trained(opened.manifest), opened.topology
+    manifest, topology = opened.manifest, opened.topology
+    knows = manifest is not None and _knows_trained(manifest)
     layouts = {} if opened.mesh is None else opened.mesh.layouts("model/")
-    return [
-        _parameter(name, spec.dtype, spec.shape, spec.partition, topology)
-        | {"trainable": spec.trainable if knows else None}
-        | _on_mesh(layouts.get(name), spec.shape, rank, topology.world_size)
-        for name, spec in recorded.items()
-    ]
+    parameters = []
+    for name, spec in recorded_parameters(opened, partitions).items():
+        cut = spec.partition
+        whole = cut.global_shape(spec.shape, topology.ep) if cut.known else None
+        parameter = {
+            "name": name,
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "global_shape": None if whole is None else list(whole),
+            "partition": None if manifest is None and not cut.known else cut.to_json(),
+            "cut": _describe(cut, topology),
+            "trainable": spec.trainable if knows else None,
+        }
+        parameters.append(parameter | _on_mesh(layouts.get(name), spec.shape, rank, topology.world_size))
+    return parameters
 
 
 def _knows_trained(manifest: Manifest) -> bool:
@@ -383,51 +391,18 @@ def _plain_cut(partition: Partition, tp: int) -> str:
     return cut
 
 
-def _parameter(
-    name: str, dtype: str | None, shape: tuple[int, ...] | None, partition: Partition, topology: Topology
-) -> dict[str, Any]:
-    whole = partition.global_shape(shape, topology.ep) if partition.known and shape is not None else None
-    return {
-        "name": name,
-        "dtype": dtype,
-        "shape": None if shape is None else list(shape),
-        "global_shape": None if whole is None else list(whole),
-        "partition": partition.to_json(),
-        "cut": _describe(partition, topology),
-        "trainable": None,
-    }
-
-
-def _from_files(opened: OpenTag, recorded: Mapping[str, ParameterSpec]) -> dict[str, dict[str, Any]]:
-    """Describe parameters from NxD's files.
-
-    They hold local tensors without their partition, which ``recorded`` may tell. What ranks hold alike is whole, and
-    everything if tp and ep are 1.
-    """
-    topology = opened.topology
-    alone = topology.tp == topology.ep == 1
-    parameters: dict[str, dict[str, Any]] = {}
-    for pp_rank in range(topology.pp):
-        tree = opened.model_tree(Coordinates(pp_rank=pp_rank))
-        for path, leaf in iter_tensors(tree, _LEAVES):
-            name = ".".join(map(str, path))
-            spec = recorded.get(name)
-            cut = spec.partition if spec is not None and spec.partition.known else Partition(known=alone)
-            parameter = _parameter(name, leaf.dtype, leaf.shape, cut, topology)
-            parameters.setdefault(name, parameter if cut.known else parameter | {"partition": None})
-    return parameters
-
-
 def _tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]) -> list[dict[str, Any]]:
     """Return the tensors of model and optimizer that the rank at these coordinates holds and whose name matches.
 
-    If none does, ``problems`` says so.
+    If none does, ``problems`` says so. Of a mesh job it is what the rank wrote.
 
-    ``pattern`` is a shell pattern for names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. They are
-    read from the indexes, without reading a state. For NxD's tags they are read from the files, where optimizer entries
-    have numbers as names (``optim/#0/exp_avg``) and the boxes of the global tensor are unknown.
+    ``pattern`` is a shell pattern for names such as ``model/embed.weight`` and ``optim/embed.weight/exp_avg``. In NxD's
+    tags optimizer entries have numbers as names (``optim/#0/exp_avg``), and the boxes of the global tensor are unknown.
     """
-    described = list(_tensors_from_files(opened, at) if opened.manifest is None else _from_indexes(opened, at))
+    if opened.mesh is not None:
+        described = [_row(entry.name, entry, entry.pieces) for entry in opened.index(at).tensors]
+    else:
+        described = list(_held(opened, at))
     matching = [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]
     if not matching and pattern != "*":
         names = [tensor["name"] for tensor in described]
@@ -435,82 +410,14 @@ def _tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]
     return matching
 
 
-def _from_indexes(opened: OpenTag, at: Coordinates) -> list[dict[str, Any]]:
-    """Return the rank's tensors from the indexes, including those of replicas, which share the writing."""
-    topology = opened.topology
-    if opened.manifest is not None and opened.manifest.leaders is not None:
-        return [_indexed(entry) for entry in opened.index(at).tensors]  # of a mesh job: what this rank wrote
-    entries_by_file: dict[str, dict[str, TensorEntry]] = {file: {} for file in _state_files(opened, at)}
-    writers = topology.replicas(at) if opened.parts.use_xser else map(topology.rank_of, (topology.writer_of(at), at))
-    for rank in dict.fromkeys(writers):
-        for entry in opened.index(topology.coordinates_of(rank)).tensors:
-            file = entry.file.partition(".tensors/")[0]
-            if file in entries_by_file:
-                entries_by_file[file][entry.name] = entry
-    entries: dict[str, TensorEntry] = {}
-    for file_entries in entries_by_file.values():
-        entries |= file_entries
-    if opened.parts.optimizer == "zero1_dcp":
-        entries |= {entry.name: entry for entry in _dcp_entries(opened, at)}
-    return [_indexed(entry) for entry in sorted(entries.values(), key=_order(opened))]
-
-
-def _dcp_entries(opened: OpenTag, at: Coordinates) -> Iterator[TensorEntry]:
-    """Yield the optimizer's tensors in a torch DCP directory: shards of the rank, others of its stage."""
-    leader = Coordinates(at.pp_rank)
-    for writer in dict.fromkeys((leader, at)):
-        for entry in opened.index(writer).tensors:
-            if entry.name.startswith("optim/") and (writer == at or not entry.shape):
-                yield entry
-
-
-def _state_files(opened: OpenTag, at: Coordinates) -> list[str]:
-    """Return the rank files with the rank's state; entries of a later file replace those of earlier ones."""
-    topology, kind = opened.topology, opened.parts.optimizer or "plain"
-    shared = replace(at, dp_rank=0)  # with xser, ep rank 0's folder has what is not an expert's, and its own experts
-    files = [names.model_file(topology, shared), names.model_file(topology, at)]
-    places = (shared, at) if kind == "plain" else (at,)
-    return [*files, *(names.optimizer_file(topology, place, kind) for place in places)]
-
-
-def _order(opened: OpenTag) -> Callable[[TensorEntry], tuple[str, int]]:
-    """Return a sort key: model before optimizer, parameters in the model's order."""
-    specs = () if opened.manifest is None else opened.manifest.parameters
-    position = {name: number for number, name in enumerate(specs)}
-
-    def key(entry: TensorEntry) -> tuple[str, int]:
-        part, _, name = entry.name.partition("/")
-        return part, position.get(name if part == "model" else name.rpartition("/")[0], len(position))
-
-    return key
-
-
-def _indexed(entry: TensorEntry) -> dict[str, Any]:
-    pieces = entry.pieces
-    return {
-        "name": entry.name,
-        "file": entry.file,
-        "offset": entry.offset,
-        "nbytes": entry.nbytes,
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "pieces": None
-        if pieces is None
-        else [
-            {"local": list(piece.local.offset), "offset": list(piece.box.offset), "size": list(piece.box.size)}
-            for piece in pieces
-        ],
-    }
-
-
-def _tensors_from_files(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
+def _held(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
     if opened.parts.model:
         for path, leaf in iter_tensors(opened.model_tree(at), _LEAVES):
-            yield from _on_disk(f"model/{'.'.join(map(str, path))}", leaf)
+            yield from _on_disk(opened, f"model/{'.'.join(map(str, path))}", leaf)
     if opened.parts.optimizer:
         names = opened.optimizer_names(at)
         for path, leaf in iter_tensors(opened.optimizer_tree(at), _LEAVES):
-            yield from _on_disk(f"optim/{_state_name(path, names)}", leaf)
+            yield from _on_disk(opened, f"optim/{_state_name(path, names)}", leaf)
 
 
 _LEAVES = (TensorStub, Assembly, MissingTensor)
@@ -526,15 +433,25 @@ def _state_name(path: Path, parameter_names: list[str] | None) -> str:
     return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
 
 
-def _on_disk(name: str, leaf: TensorStub | Assembly | MissingTensor) -> Iterator[dict[str, Any]]:
+def _on_disk(opened: OpenTag, name: str, leaf: TensorStub | Assembly | MissingTensor) -> Iterator[dict[str, Any]]:
     for stub in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
-        offset, nbytes = (stub.offset, stub.nbytes) if isinstance(stub, TensorStub) else (None, None)
-        yield {
-            "name": name,
-            "file": stub.file,
-            "offset": offset,
-            "nbytes": nbytes,
-            "dtype": stub.dtype,
-            "shape": None if stub.shape is None else list(stub.shape),
-            "pieces": None,
-        }
+        entry = opened.entries.get((stub.file, getattr(stub, "offset", 0)))
+        # An empty tensor lies where the next one does.
+        yield _row(name, stub, None if entry is None or entry.shape != stub.shape else entry.pieces)
+
+
+def _row(name: str, place: TensorStub | MissingTensor | TensorEntry, pieces: Sequence[Piece] | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "file": place.file,
+        "offset": getattr(place, "offset", None),
+        "nbytes": getattr(place, "nbytes", None),
+        "dtype": place.dtype,
+        "shape": None if place.shape is None else list(place.shape),
+        "pieces": None
+        if pieces is None
+        else [
+            {"local": list(piece.local.offset), "offset": list(piece.box.offset), "size": list(piece.box.size)}
+            for piece in pieces
+        ],
+    }

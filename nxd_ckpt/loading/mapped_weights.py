@@ -92,7 +92,7 @@ class MappedWeights(OpenTag):
     def is_digested(self, leaf: Leaf) -> bool:
         """Return whether its blocks have digests: the digest of a whole record is of more than a rank reads."""
         stubs = (fragment.stub for fragment in Assembly.of(leaf).fragments)
-        return any((stub.file, stub.storage.offset) in self._entries for stub in stubs)
+        return any((stub.file, stub.storage.offset) in self.entries for stub in stubs)
 
     @cached_property
     def _tree(self) -> dict[str, Any]:

@@ -1,20 +1,15 @@
-"""Statistics that show whether a tensor is healthy, counted in chunks that fit the processor's cache.
-
-A floating-point number is a sign and a magnitude that grows with its bits. So the largest one, NaN, infinities and
-zeros are found in the bits, as integers, which is quicker, above all for 16 bits. Only sums need float32.
-"""
+"""Statistics that show whether a tensor is healthy, counted in chunks that fit the processor's cache."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from math import hypot, inf, isfinite, nan, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from nxd_ckpt import effects
 from nxd_ckpt.reshard.tensor_statistics import TensorStatistics
 
 CHUNK = 2**16
@@ -29,36 +24,8 @@ _ROW = 2**10
 """Squares that are summed in float32; rows are summed in float64. The relative error of a norm is below 1e-6."""
 _SAFE = 2.0**-80
 """From this size on, squares too small for float32 do not matter to a float32 sum of squares."""
-_MOST = 2**63 - 1
-"""Largest possible number of elements of a tensor."""
 _SMALLER = 2.0**-64
 """Factor by which sums are scaled down, so that no float64 tensor makes them overflow."""
-
-
-class _Form(NamedTuple):
-    """Bit layout of a dtype: integer types of the same size, the sign bit, and infinity; NaN is above infinity.
-
-    Shifted left by ``shift``, the bits are those of ``single``: float32, or a float type of their own.
-    """
-
-    signed: torch.dtype
-    unsigned: Any
-    sign: int
-    infinity: int
-    single: Any = np.float32
-    shift: int = 0
-
-    def value(self, magnitude: int) -> float:
-        """Return the number with these bits."""
-        bits = np.uint32 if self.single is np.float32 else self.unsigned
-        return float(bits(magnitude << self.shift).view(self.single))
-
-
-_BITS = {
-    torch.float32: _Form(torch.int32, np.uint32, 1 << 31, 0x7F800000),
-    torch.bfloat16: _Form(torch.int16, np.uint16, 1 << 15, 0x7F80, shift=16),
-    torch.float16: _Form(torch.int16, np.uint16, 1 << 15, 0x7C00, single=np.float16),
-}
 
 
 class Summary:
@@ -72,23 +39,7 @@ class Summary:
         """Add the next elements: contiguous, of one dimension."""
         with np.errstate(over="ignore", invalid="ignore"):
             for chunk in torch.split(values, PART):
-                if not (chunk.dtype in _BITS and chunk.numel() and self._add_finite(chunk, _BITS[chunk.dtype])):
-                    self._add(chunk)
-
-    def _add_finite(self, chunk: torch.Tensor, form: _Form) -> bool:
-        """Add numbers by their bits. If one is not finite, add nothing and return False."""
-        bits = chunk.view(form.signed)
-        numbers, (least, most) = bits.numpy(), map(int, torch.aminmax(bits))
-        unsigned = numbers.view(form.unsigned)
-        magnitude = max(most, int(unsigned.max()) - form.sign)  # of the positive numbers, and of the negative ones
-        if magnitude >= form.infinity:
-            return False
-        self._numel += len(numbers)
-        self._nonzero += len(numbers) if unsigned.min() else int(np.count_nonzero(numbers))
-        if least == -form.sign:
-            self._nonzero -= int(np.count_nonzero(numbers == least))  # -0.0
-        self._add_measures(_as_single(chunk), form.value(magnitude))
-        return True
+                self._add(chunk)
 
     def _add(self, chunk: torch.Tensor) -> None:
         x = chunk.to(torch.float32) if fits_single(chunk.dtype) else exact(chunk)
@@ -156,22 +107,6 @@ class Summary:
     def _mean(self, finite: int) -> float:
         mean = self._sum / finite / _SMALLER
         return max(-self._absmax, min(self._absmax, mean))  # rounding may exceed the bounds, or give infinity
-
-
-_own = effects.local()
-
-
-def _as_single(chunk: torch.Tensor) -> torch.Tensor:
-    """Return at most `PART` numbers as float32, valid until this thread calls again.
-
-    The memory is reused: the system would have to clear new memory each time.
-    """
-    if chunk.dtype == torch.float32:
-        return chunk
-    if not hasattr(_own, "singles"):
-        _own.singles = torch.empty(PART)
-    singles: torch.Tensor = _own.singles[: len(chunk)]
-    return singles.copy_(chunk)
 
 
 def _norm(x: torch.Tensor, absmax: float) -> float:

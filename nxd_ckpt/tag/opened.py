@@ -119,7 +119,7 @@ class OpenTag:
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._verified: set[str] = set()
-        self._entries: Entries = layout.files.entries
+        self.entries: Entries = layout.files.entries
         self._trees = TreeCache()
 
     @property
@@ -212,7 +212,7 @@ class OpenTag:
             index=lambda rank: self.index(at(rank)),
             verify=lambda file, rank: self._verify(file, at(rank)),
             verify_size=self._expect,
-            entries=self._entries,
+            entries=self.entries,
             own=self.own,
         )
 
@@ -285,7 +285,7 @@ class OpenTag:
         with self._layout.files.with_hints(WrittenHints(written, None if self.opens_all else self._expect)):
             tree = read()
         verify_tensors(self.where, tree, written, left_out=left_out)
-        self._entries |= written.entries
+        self.entries |= written.entries
         return tree
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
@@ -353,7 +353,7 @@ class OpenTag:
         for file in files:
             with self._parsing(file, at):
                 states.append(checked_rank_state(self._layout.files.tree(file), f"{self.where}/{file}"))
-        self._entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
+        self.entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
         return states
 
     def index(self, at: Coordinates) -> RankIndex:
@@ -397,7 +397,7 @@ class OpenTag:
         """Return a reader that verifies the leaves of the trees that have been made so far."""
         from nxd_ckpt.tag.reading import LeafReader
 
-        return LeafReader(self._layout.files, self._entries)
+        return LeafReader(self._layout.files, self.entries)
 
     def _shared_indexes(self, at: Coordinates) -> Iterator[RankIndex]:
         """Yield the indexes of the ranks that share the writing of the state at these coordinates."""
