@@ -9,10 +9,9 @@ from __future__ import annotations
 import marshal
 import math
 import zlib
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
@@ -202,12 +201,7 @@ _VERSIONS = {
     "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION, PER_RANK_VERSION, NAMED_VERSION),
     "rank_index": (FORMAT_VERSION, MESH_VERSION),
 }
-_HEADS = tuple(b'{"format_version":%d,"kind":"manifest",' % version for version in _VERSIONS["manifest"])
 _SEAL = b',"crc32":'
-_PARAMETERS, _TIMINGS = b',"parameters":', b',"timings":{'
-"""Text around the parameters. In JSON it cannot be within a string, which would end at its first quote."""
-
-_Maker = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -307,13 +301,13 @@ def load_index(data: bytes, where: str) -> RankIndex:
     """Parse an index file. Raises MalformedFile, naming ``where``, for anything but a valid one."""
     make = Makers()
     with _naming(where):
-        fields = _read(data, "rank_index", {"files": make.file, "tensors": make.tensor, "parameters": make.spec})
+        fields = _read(data, "rank_index")
         names = fields["optimizer_names"]
         return RankIndex(
             coordinates=Coordinates(*integers(fields["coordinates"], 3)),
-            files=_named(checked_key, fields["files"]),
-            tensors=tuple(checked(list, fields["tensors"])),
-            parameters=_named(checked_text, fields["parameters"]),
+            files=_files(fields["files"]),
+            tensors=tuple(map(make.tensor, checked(list, fields["tensors"]))),
+            parameters=_specs(fields["parameters"]),
             optimizer_names=None if names is None else tuple(map(checked_text, checked(list, names))),
             mesh=MeshRecord.from_json(fields["mesh"]) if _is_of_mesh(fields) else None,
             trees=_named(checked_key, fields.get("trees", {})),
@@ -321,13 +315,12 @@ def load_index(data: bytes, where: str) -> RankIndex:
 
 
 def load_parameters(data: bytes, where: str) -> Mapping[str, ParameterSpec]:
-    """Return only the ``parameters`` of an index file: its tensors are parsed, but not kept.
+    """Return only the ``parameters`` of an index file.
 
     Raises MalformedFile, naming ``where``, for anything but a valid index.
     """
     with _naming(where):
-        makers: dict[str, _Maker] = {"files": bool, "tensors": bool, "parameters": Makers().spec}
-        return _named(checked_text, _read(data, "rank_index", makers)["parameters"])
+        return _specs(_read(data, "rank_index")["parameters"])
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -380,20 +373,15 @@ def _require_readable(read: Callable[[], object]) -> None:
 def load_manifest(data: bytes, where: str) -> Manifest:
     """Parse a manifest.
 
-    Parameters of an undamaged one are parsed when the first of them is asked for, which raises the same errors.
-
     Raises MalformedFile, naming ``where``, for anything but a manifest; UnreadableFormat for one of another version.
     """
     with as_written() if _is_sealed(data) else nullcontext(), _naming(where):
-        fields = _fields_but_parameters(data, where)
-        if fields is None:
-            fields = _read(data, "manifest", {"parameters": Makers().spec})
-            if not _is_sealed(data):
-                crc32 = zlib.crc32(data.rpartition(_SEAL)[0])
-                raise MalformedFile(
-                    f"expected CRC-32 {fields.get('crc32')} and nothing behind it, found {crc32}: its bytes changed"
-                )
-            _named(checked_text, fields["parameters"])
+        fields = _read(data, "manifest")
+        if not _is_sealed(data):
+            crc32 = zlib.crc32(data.rpartition(_SEAL)[0])
+            raise MalformedFile(
+                f"expected CRC-32 {fields.get('crc32')} and nothing behind it, found {crc32}: its bytes changed"
+            )
         topology = _topology(fields["topology"])
         version = fields["format_version"]
         ranks = tuple(map(Makers.file, fields["ranks"]))
@@ -406,7 +394,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             topology=topology,
             parts=_parts(fields["parts"]),
             ranks=ranks,
-            parameters=fields["parameters"],
+            parameters=_specs(fields["parameters"]),
             timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
             leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
@@ -414,55 +402,8 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION or _has_phases(fields) else (),
             per_rank=_texts(fields["per_rank"]) if version == PER_RANK_VERSION or "per_rank" in fields else (),
             is_named_by_done=version >= NAMED_VERSION,
-            guests=_guests(fields.get("guests", {})),
+            guests=_files(fields.get("guests", {})),
         )
-
-
-class _UnreadParameters(Mapping[str, ParameterSpec]):
-    """Parameters that are parsed when they are first asked for: a listing of many tags asks for none."""
-
-    def __init__(self, text: bytes, where: str) -> None:
-        self._text, self._where = text, where
-
-    @cached_property
-    def _read(self) -> Mapping[str, ParameterSpec]:
-        with as_written(), _naming(self._where):
-            text = f'{{"parameters":{self._text.decode()}}}'
-            return _named(checked_text, document.read(text, {"parameters": Makers().spec})["parameters"])
-
-    def __getitem__(self, name: str) -> ParameterSpec:
-        return self._read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def keys(self) -> KeysView[str]:
-        return self._read.keys()
-
-    def items(self) -> ItemsView[str, ParameterSpec]:
-        return self._read.items()
-
-    def values(self) -> ValuesView[ParameterSpec]:
-        return self._read.values()
-
-
-def _fields_but_parameters(data: bytes, where: str) -> dict[str, Any] | None:
-    """Return the members of a manifest as `dump_manifest` writes it, with parameters unread; None for any other."""
-    begin, end = data.find(_PARAMETERS) + len(_PARAMETERS), data.rfind(_TIMINGS)
-    if begin < end and data.startswith(b"{", begin) and is_manifest(data):
-        with suppress(ValueError, RecursionError):
-            fields = document.whole(data[:begin] + b"null" + data[end:])
-            if "parameters" in fields and fields["parameters"] is None:
-                return {**fields, "parameters": _UnreadParameters(data[begin:end], where)}
-    return None
-
-
-def is_manifest(data: bytes) -> bool:
-    """Return whether these bytes are a manifest of `dump_manifest`, by their beginning and digest alone."""
-    return data.startswith(_HEADS) and _is_sealed(data)
 
 
 def _is_sealed(data: bytes) -> bool:
@@ -484,7 +425,7 @@ def _leaders(ranks: Any, topology: Topology) -> tuple[int, ...]:
     return leaders
 
 
-def _guests(raw: Any) -> dict[str, FileEntry]:
+def _files(raw: Any) -> dict[str, FileEntry]:
     return {name: Makers.file(entry) for name, entry in _named(checked_key, raw).items()}
 
 
@@ -529,23 +470,20 @@ def _seal(data: bytes) -> bytes:
     return _SEAL + b"%d}" % zlib.crc32(data)
 
 
-def _read(data: bytes, kind: str, makers: Mapping[str, _Maker]) -> dict[str, Any]:
-    try:
-        fields = document.read(data.decode(), makers)
-    except Exception:
-        _check_kind(_parsed(data), kind)  # another kind or version is the more useful error
-        raise
-    _check_kind(fields, kind)
-    return fields
+def _specs(fields: Any) -> dict[str, ParameterSpec]:
+    make = Makers()
+    return {name: make.spec(spec) for name, spec in _named(checked_text, fields).items()}
 
 
-def _parsed(data: bytes) -> Any:
+def _read(data: bytes, kind: str) -> dict[str, Any]:
     try:
-        return document.whole(data)
+        fields = document.whole(data)
     except (ValueError, RecursionError) as error:
         other = instead_of_json(data)
         fault = f"({error}); the file was damaged or cut off" if other is None else f"but {other}"
         raise MalformedFile(f"not valid JSON {fault}") from error
+    _check_kind(fields, kind)
+    return fields  # type: ignore[no-any-return]
 
 
 def _check_kind(fields: Any, kind: str) -> None:

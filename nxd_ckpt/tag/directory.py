@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nxd_ckpt.coordination.guests import entries_of, guests_of
 from nxd_ckpt.core.limits import NOTE
-from nxd_ckpt.core.manifest import is_manifest, load_manifest
+from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import (
     DONE,
     INDEX_DIR,
@@ -314,9 +314,7 @@ def _has_mark(storage: Storage, key: str, *marks: bytes) -> bool:
 
 def _is_our_manifest(storage: Storage, key: str) -> bool:
     try:
-        data = storage.read(key)
-        if not is_manifest(data):  # retention asks for every tag: going through all parameters of each takes its time
-            load_manifest(data, key)
+        load_manifest(storage.read(key), key)
     except MalformedFile:
         return False
     return True

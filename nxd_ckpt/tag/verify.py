@@ -114,8 +114,6 @@ def _verify(storage: Storage, tag: Tag | None, place: Place, progress: bool) -> 
         inside, found = choose_anything(storage, tag, place)
         chosen = found.key
         opened = found.open(inside, chosen)
-        if opened.manifest is not None:
-            len(opened.manifest.parameters)  # which are parsed then
     except CorruptCheckpoint as error:  # without marker and manifest the expected content is unknown
         return Verification(chosen, 0, 0, (str(error),))
     try:
@@ -124,14 +122,6 @@ def _verify(storage: Storage, tag: Tag | None, place: Place, progress: bool) -> 
         return Verification(chosen, 0, 0, (str(error),))
     report("verified", opened.where, verification.nbytes, started)
     return verification
-
-
-def _open(storage: Storage, tag: str) -> OpenTag:
-    """Open a tag, and parse all of its manifest."""
-    opened = open_complete_tag(storage, tag)
-    if opened.manifest is not None:
-        len(opened.manifest.parameters)  # which are parsed then
-    return opened
 
 
 def _verified(opened: OpenTag, progress: bool) -> Verification:
@@ -193,7 +183,7 @@ def lost_names(storage: Storage, tag: str) -> str | None:
 
     It reads the manifest and lists the tag, whatever the number of ranks: rank 0 asks this at each save.
     """
-    needed = list(_names_of(_open(storage, tag)))
+    needed = list(_names_of(open_complete_tag(storage, tag)))
     files = TagFiles(storage, tag)
     lost = [file for file in needed if not files.has(file)]
     if lost:
@@ -207,7 +197,7 @@ def lost_files(storage: Storage, tag: str) -> str | None:
 
     It reads the index of each rank, or of NxD's tags the structure of each file, and no tensor.
     """
-    opened = _open(storage, tag)
+    opened = open_complete_tag(storage, tag)
     if opened.manifest is not None:
         _require_sizes(opened, _sizes(opened))
     elif lost := _lost_files(opened, ()):
@@ -228,7 +218,7 @@ def read_whole(storage: Storage, tag: str, progress: bool) -> Reading:
     Raises TagReplaced, UnreadableFormat, and errors of the storage.
     """
     try:
-        verification = _verified(_open(storage, tag), progress)
+        verification = _verified(open_complete_tag(storage, tag), progress)
     except UnreadableFormat:
         raise
     except (UnsafePickle, UnsupportedState) as error:  # what is not read may be whole

@@ -21,7 +21,7 @@ from nxd_ckpt.coordination import intents, journal, lease
 from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpNames
-from nxd_ckpt.core.manifest import is_manifest, load_index, load_manifest, load_parameters
+from nxd_ckpt.core.manifest import load_index, load_manifest, load_parameters
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, NEWEST, info_file, tensor_file
 from nxd_ckpt.core.votes import load_verdict, load_vote, raise_error_of
 from nxd_ckpt.errors import SaveFailed
@@ -97,8 +97,7 @@ def _index(data: bytes) -> None:
 
 
 def _manifest(data: bytes) -> None:
-    is_manifest(data)
-    dict(load_manifest(data, "manifest.json").parameters)
+    load_manifest(data, "manifest.json")
 
 
 def _vote(data: bytes) -> None:

@@ -56,18 +56,16 @@ def load_members(data: bytes, begin: int, size: int) -> dict[str, Member]:
     """
     members: dict[str, Member] = {}
     end = begin
-
-    def add(line: Any) -> None:
-        nonlocal end
+    fields = document.whole(data)
+    lines = fields.get("members") if isinstance(fields, dict) and fields.get("format_version") == _VERSION else None
+    if not isinstance(lines, list) or not lines:
+        raise ValueError(f"expected members, in format {_VERSION}")
+    for line in lines:
         name, member = _member(line, begin, end)
         if name in members:
             raise ValueError(f"{name!r} twice")
         members[name] = member
         end = member.offset + member.nbytes + -member.nbytes % tarfile.BLOCKSIZE
-
-    fields = document.read(data.decode(), {"members": add})
-    if fields.get("format_version") != _VERSION or "members" not in fields or not members:
-        raise ValueError(f"expected members, in format {_VERSION}")
     if end + END != size:
         raise ValueError(f"the archive has {size} bytes, expected {end + END}")
     return members
