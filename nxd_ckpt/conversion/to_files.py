@@ -17,7 +17,6 @@ from nxd_ckpt.core.units import AnySize, bytes_of, neighbours
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors, map_tensors
-from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.options.conversion import ConvertOptions, Strategy, StrategyName
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import locate_apart
@@ -26,7 +25,7 @@ from nxd_ckpt.output.output import Output, OutputKind
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
-from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.planned_file import NamedLeaf, PlannedFile, file_of
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
@@ -288,11 +287,10 @@ def _parts(opened: OpenTag) -> list[str]:
 
 def _torch_file(file: UnshardedFile) -> PlannedFile:
     """Plan a torch file. Raises UnsafePickle for values that cannot be pickled."""
-    named = [(item.name, leaf) for item in file.items for _, leaf in iter_tensors(item.value)]
-    image = image_of(file.tree())
-    storage_of = {id(leaf): number for number, leaf in enumerate(image.tensors)}
-    tensors = (NamedTensor(name, storage_of[id(leaf)], leaf.dtype, leaf.shape, None) for name, leaf in named)
-    return PlannedFile(file.key, image, tuple(tensors))
+    leaves = [
+        NamedLeaf(leaf, id(leaf), item.name) for item in file.items for _, leaf in iter_tensors(item.value)
+    ]
+    return file_of(file.key, file.tree(), leaves)
 
 
 def _safetensors(file: UnshardedFile) -> PlannedFile:

@@ -2,84 +2,83 @@
 
 from __future__ import annotations
 
-import datetime
-import decimal
-import fractions
 import io
-import pathlib
+import pickle
 import types
-import uuid
 from argparse import Namespace
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from nxd_ckpt.core import limits
-from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.machine import check_walk
+from nxd_ckpt.errors import CheckpointError, UnsafePickle
+from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.memory import TENSORS
-from nxd_ckpt.formats.safe_globals import BUILTIN_TYPES, Keys
+from nxd_ckpt.formats.pickling import PROTOCOL
 from nxd_ckpt.formats.tensors import TensorReference
-
-_ATOMS = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bytearray,
-        range,
-        torch.Size,
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.torch_version.TorchVersion,
-        TensorReference,
-        datetime.date,
-        datetime.timedelta,
-        datetime.timezone,
-        uuid.UUID,
-        io.BytesIO,
-    }
-)
-
-
-_AS_TEXT = (
-    decimal.Decimal,
-    fractions.Fraction,
-    pathlib.PurePosixPath,
-    pathlib.PureWindowsPath,
-    pathlib.PosixPath,
-    pathlib.WindowsPath,
-)
+from nxd_ckpt.formats.unpickle import global_named
 
 
 def check_picklable_as_data(obj: Any, name: str = "object") -> None:
     """Raise UnsafePickle, naming class and place, if loading ``obj`` would need ``trust_pickle=True``."""
+    why = _refusal(obj)
+    if why is not None:
+        node, path, why = _culprit(obj, name, why, {id(obj)})
+        kind = node if isinstance(node, type) else type(node)
+        raise UnsafePickle(
+            f"{path} is {kind.__module__}.{kind.__qualname__}, which a load refuses, because {why}. Keep its values in "
+            "dicts, lists, numbers, strings and tensors (a state_dict()), or load it with trust_pickle=True"
+        )
+
+
+def _refusal(node: Any) -> str | None:
+    """Return why a load would refuse the value: it is pickled and read by the load's own reader, without tensors."""
+    file = io.BytesIO()
     try:
-        check_walk(obj)
-    except MalformedFile as error:
-        raise _refused(name, f"is more than a load accepts: {error}") from None
-    seen: set[int] = set()
+        check_walk(node)
+        _WithoutTensors(file, PROTOCOL).dump(node)
+        _Reread(file.getvalue()).load()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:  # of its own __reduce__, for example
+        return f"it cannot be pickled: {error}"
+    return None
 
-    def walk(node: Any, path: str) -> None:
-        if id(node) in seen or type(node) in _ATOMS or isinstance(node, TENSORS) or _is_plain_numpy(node):
-            return
-        seen.add(id(node))
-        parts = _parts(node, path)
-        if parts is None:
-            kind = node if isinstance(node, type) else type(node)
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            raise _refused(path, f"is {name}, which a load refuses, because it is not plain data")
-        for part, where in parts:
-            walk(part, where)
 
-    walk(obj, name)
+class _WithoutTensors(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return 0 if isinstance(obj, (*TENSORS, TensorReference)) else None
+
+
+class _Reread(Machine):
+    def find_class(self, module: str, name: str) -> Any:
+        return global_named(module, name)
+
+    def persistent_load(self, pid: Any) -> None:
+        return None
+
+
+def _culprit(node: Any, path: str, why: str, above: set[int]) -> tuple[Any, str, str]:
+    """Return the innermost part of ``node`` that is refused, with its path, and why."""
+    for part, where in _parts(node, path):
+        refused = None if id(part) in above else _refusal(part)
+        if refused is not None:
+            return _culprit(part, where, refused, {*above, id(part)})
+    return node, path, why
+
+
+def _parts(node: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Yield the parts of a container, each with its path."""
+    if isinstance(node, defaultdict):
+        yield node.default_factory, f"{path}.default_factory"
+    if isinstance(node, dict):
+        yield from ((key, f"{path}'s key {key!r:.80}") for key in node)
+        yield from ((value, f"{path}[{key!r:.80}]") for key, value in node.items())
+    elif isinstance(node, (list, tuple, deque)):
+        yield from ((item, f"{path}[{index}]") for index, item in enumerate(node))
+    elif isinstance(node, (set, frozenset)):
+        yield from ((item, f"{path}'s item {item!r:.80}") for item in node)
+    elif isinstance(node, (Namespace, types.SimpleNamespace)):
+        yield from ((value, f"{path}.{key}") for key, value in vars(node).items())
 
 
 def without_refused(obj: Any, name: str = "object") -> tuple[Any, list[str]]:
@@ -123,62 +122,3 @@ _REFUSED = object()
 
 _PRUNED = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset)
 """Containers that are saved without those of their values that are refused."""
-
-
-def _length(node: Any) -> tuple[int, int]:
-    """Return the allowed and the actual length of a value that is written as text."""
-    if isinstance(node, fractions.Fraction):  # conversion to text would exceed Python's own limit
-        parts = (node.numerator, node.denominator)
-        return limits.NUMBER_DIGITS, -(-max(part.bit_length() for part in parts) * 3 // 10)
-    return limits.PATH_LENGTH if isinstance(node, pathlib.PurePath) else limits.NUMBER_DIGITS, len(str(node))
-
-
-def _check_keys(node: Iterable[Any], path: str) -> None:
-    try:
-        Keys().check(node)
-    except MalformedFile as error:
-        raise _refused(path, f"has {error}, which is more than a load accepts") from None
-
-
-def _refused(path: str, why: str) -> UnsafePickle:
-    return UnsafePickle(
-        f"{path} {why}. Keep its values in dicts, lists, numbers, strings and tensors (a state_dict()), "
-        "or load it with trust_pickle=True"
-    )
-
-
-def _parts(node: Any, path: str) -> Iterable[tuple[Any, str]] | None:
-    """Return the parts of an object of allowed type, each with its path; None if the type is not allowed."""
-    kind = type(node)
-    if kind in _AS_TEXT:
-        longest, length = _length(node)
-        if length > longest:
-            raise _refused(path, f"is longer than the {longest} characters that a load accepts in a {kind.__name__}")
-        return ()
-    if kind in (dict, OrderedDict, Counter, defaultdict, set, frozenset):
-        _check_keys(node, path)
-    if kind in (dict, OrderedDict, Counter, defaultdict):
-        factory = [(node.default_factory, f"{path}.default_factory")] if kind is defaultdict else []
-        keys = [(key, f"{path}'s key {key!r:.80}") for key in node]
-        return [*factory, *keys, *((value, f"{path}[{key!r:.80}]") for key, value in node.items())]
-    if kind in (list, tuple, deque):
-        return [(item, f"{path}[{index}]") for index, item in enumerate(node)]
-    if kind in (set, frozenset):
-        return [(item, f"{path}'s item {item!r:.80}") for item in node]
-    if kind in (Namespace, types.SimpleNamespace):
-        return [(value, f"{path}.{key}") for key, value in vars(node).items()]
-    if kind is slice:
-        return [(getattr(node, part), f"{path}.{part}") for part in ("start", "stop", "step")]
-    if kind in (datetime.datetime, datetime.time):
-        return [(node.tzinfo, f"{path}.tzinfo")]
-    return () if isinstance(node, type) and node in BUILTIN_TYPES else None
-
-
-def _is_plain_numpy(node: Any) -> bool:
-    """Return whether it is a NumPy array, scalar or dtype of numbers or text, without importing NumPy."""
-    kind = type(node)
-    if kind.__module__.partition(".")[0] != "numpy":
-        return False
-    dtype = node if kind.__module__ == "numpy.dtypes" or kind.__name__ == "dtype" else getattr(node, "dtype", None)
-    plain = getattr(dtype, "kind", "O") in "biufcSU" and getattr(dtype, "subdtype", None) is None
-    return plain and (kind.__name__ == "ndarray" or node is dtype or not hasattr(node, "__array_finalize__"))

@@ -100,6 +100,15 @@ _REMEDY = (
 )
 
 
+def global_named(module: str, name: str) -> Any:
+    """Return the object for a global of plain data. Raises UnsafePickle for any other."""
+    key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
+    found = global_of(*key)
+    if found is None:
+        raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
+    return found
+
+
 class _SavedStorage(Inert):
     """A record of the file, and the dtype that the pickle gives for it."""
 
@@ -131,11 +140,7 @@ class _Safe(Machine):
         kind = _reference_named(module, name)
         if kind is not None:
             return Call(partial(self._reference, kind))
-        key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
-        found = global_of(*key)
-        if found is None:
-            raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
-        return found
+        return global_named(module, name)
 
     def persistent_load(self, pid: Any) -> _SavedStorage:
         return self._parts.storage(pid)

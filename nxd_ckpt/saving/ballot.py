@@ -34,8 +34,7 @@ from nxd_ckpt.saving.given_files import take
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replicas import Own
 from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
-from nxd_ckpt.saving.staging import Stager
-from nxd_ckpt.saving.waves import plan_waves
+from nxd_ckpt.saving.staging import stage_and_write
 from nxd_ckpt.saving.writing import FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.tag.directory import list_tags
@@ -317,12 +316,9 @@ class Ballot:
         at = session.topology.coordinates
         if self._own:
             planned = self._own.file(self._rank, 1)
-            arena = Arena(planned.image.tensor_nbytes + 2**16)
-            (wave,) = plan_waves([planned], arena.cap)
             folder, threads = self._publication.folder, self._attempt.threads
             own = FileWriter(session.storage, folder, [planned], lambda _: None, threads)
-            own.write(wave, Stager(arena).stage([planned], wave))
-            own.finish()
+            stage_and_write([planned], own, Arena(planned.image.tensor_nbytes + 2**16))
             more = own.index(plan, at)
             index = replace(index, files={**index.files, **more.files}, tensors=(*index.tensors, *more.tensors))
         if self._publication.in_place:  # there it takes the place of no file, not even of this rank's own

@@ -20,7 +20,7 @@ from nxd_ckpt.formats.state import State, StateTensor
 from nxd_ckpt.formats.tensors import form_of, itemsize, iter_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import described_layout
-from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.planned_file import NamedLeaf, PlannedFile, file_of
 from nxd_ckpt.saving.replicas import Replica
 
 WORTH_A_WRITER = 64 * 2**20
@@ -180,12 +180,6 @@ def _is_mine(tensor: LocalTensor, replica: int) -> bool:
 
 
 def _shard_file(key: str, mine: Sequence[LocalTensor], part: str) -> PlannedFile:
-    ties = {id(tensor.leaf): tensor.tie for tensor in mine}
     tree = {tensor.about.name.partition("/")[2]: tensor.leaf for tensor in mine}
-    image = image_of(tree, tensor_key=lambda leaf: ties[id(leaf)])
-    storage_of = {ties[id(leaf)]: index for index, leaf in enumerate(image.tensors)}
-    entries = []
-    for tensor in mine:
-        dtype, shape = form_of(tensor.leaf)
-        entries.append(NamedTensor(tensor.about.name, storage_of[tensor.tie], dtype, shape, tensor.placed.pieces))
-    return replace(PlannedFile(key, image, tuple(entries)), part=part)
+    leaves = [NamedLeaf(tensor.leaf, tensor.tie, tensor.about.name, tensor.placed.pieces) for tensor in mine]
+    return replace(file_of(key, tree, leaves), part=part)

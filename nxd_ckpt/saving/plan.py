@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -39,7 +39,7 @@ from nxd_ckpt.formats.tensors import Assembly, Path, form_of, is_tensor, itemsiz
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.saving.mesh_plan import MeshPlan
-from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.planned_file import NamedLeaf, NamedTensor, PlannedFile, file_of
 from nxd_ckpt.saving.replicas import Replica, Replicas
 
 logger = logging.getLogger("nxd_ckpt")
@@ -294,28 +294,15 @@ def _owners(
 def _planned(
     key: str, tree: Any, state: State, topology: Topology, leaves: list[tuple[tuple[Any, ...], Any]]
 ) -> PlannedFile:
-    memory: dict[int, Hashable] = {}
+    named = []
     for path, tensor in leaves:
-        tie = state.tensors[path].tie
-        memory[id(tensor)] = id(tensor) if tie is None else tie
-    image = image_of(tree, tensor_key=lambda tensor: memory[id(tensor)], records=not is_tensor(tree))
-    storage_of = {memory[id(tensor)]: index for index, tensor in enumerate(image.tensors)}
-    entries = []
-    for path, tensor in leaves:
-        about, (dtype, shape) = state.tensors[path], form_of(tensor)
-        partition = None if about.spec is None else about.spec.partition
-        replicated = partition is not None and partition.known and partition.replicated_over_tp and about.shards == 1
-        entries.append(
-            NamedTensor(
-                name=about.name,
-                storage=storage_of[memory[id(tensor)]],
-                dtype=dtype,
-                shape=shape,
-                pieces=about.pieces(topology, shape),
-                replicated=replicated and about.name.startswith("model/"),
-            )
-        )
-    return PlannedFile(key, image, tuple(entries))
+        about, partition = state.tensors[path], None
+        if about.spec is not None and about.shards == 1 and about.name.startswith("model/"):
+            partition = about.spec.partition
+        replicated = partition is not None and partition.known and partition.replicated_over_tp
+        tie = id(tensor) if about.tie is None else about.tie
+        named.append(NamedLeaf(tensor, tie, about.name, about.pieces(topology, form_of(tensor)[1]), replicated))
+    return file_of(key, tree, named, records=not is_tensor(tree))
 
 
 def plan_objects(state: SaveState, topology: Topology) -> tuple[PlannedFile, ...]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.recorded_tree import RecordedTree
+from nxd_ckpt.formats.tensors import form_of
+from nxd_ckpt.formats.torch_zip_writer import image_of
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,25 @@ class PlannedFile:
         """Return ``chunks`` with their places, of a settled file."""
         spans = zip(self.chunks, self.image.spans, strict=True) if self.chunks else ()
         return [(position, chunk._replace(start=start, nbytes=nbytes)) for (position, chunk), (start, nbytes) in spans]
+
+
+class NamedLeaf(NamedTuple):
+    """A tensor of a tree with its name in the index; those of equal ``tie`` share a storage of the file."""
+
+    leaf: Any
+    tie: Hashable
+    name: str
+    pieces: tuple[Piece, ...] | None = None
+    replicated: bool = False
+
+
+def file_of(key: str, tree: Any, leaves: Sequence[NamedLeaf], *, records: bool = False) -> PlannedFile:
+    """Return the torch file of ``tree``, all of whose tensors are among the ``leaves``."""
+    ties = {id(each.leaf): each.tie for each in leaves}
+    image = image_of(tree, tensor_key=lambda leaf: ties[id(leaf)], records=records)
+    storage_of = {ties[id(leaf)]: number for number, leaf in enumerate(image.tensors)}
+    tensors = tuple(
+        NamedTensor(each.name, storage_of[each.tie], *form_of(each.leaf), each.pieces, each.replicated)
+        for each in leaves
+    )
+    return PlannedFile(key, image, tensors)

@@ -16,7 +16,8 @@ from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.saving.planned_file import PlannedFile
-from nxd_ckpt.saving.waves import Span, Wave, end_of, views_of
+from nxd_ckpt.saving.waves import Span, Wave, end_of, plan_waves, views_of
+from nxd_ckpt.saving.writing import FileWriter
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.storage.progress import Counter
 
@@ -72,6 +73,20 @@ class Stager:
         """Return the memory to the system, once nothing reads it any more."""
         self._places.clear()
         self.arena.release()
+
+
+def stage_and_write(files: Sequence[PlannedFile], writer: FileWriter, arena: Arena) -> None:
+    """Stage the files of ``writer`` and write them, wave after wave; after an error they are dropped."""
+    stager = Stager(arena)
+    try:
+        for wave in plan_waves(files, arena.cap):
+            writer.write(wave, stager.stage(files, wave))
+        writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+    finally:
+        stager.release()
 
 
 _Copy = tuple[torch.Tensor, torch.Tensor]

@@ -31,8 +31,7 @@ from nxd_ckpt.saving.background import Helpers
 from nxd_ckpt.saving.collected_save import CollectedSave
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.saving.staging import Stager
-from nxd_ckpt.saving.waves import plan_waves
+from nxd_ckpt.saving.staging import stage_and_write
 from nxd_ckpt.saving.writing import WRITERS, FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
 from nxd_ckpt.tag.foreign.dcp_directory import DcpTrees
@@ -149,19 +148,12 @@ class DcpSave(CollectedSave):
         """Stage and write the files, wave after wave; return their index."""
         storage, folder = self.session.storage, self.publication.folder
         threads = Helpers(WRITERS, "nxd_ckpt-helper")
-        stager = Stager(Arena(_STAGED))
         writer = FileWriter(storage, folder, files, lambda nbytes: None, threads)
         try:
             torch_xla.sync()
-            for wave in plan_waves(files, stager.arena.cap):
-                writer.write(wave, stager.stage(files, wave))
-            writer.finish()
-        except BaseException:
-            writer.abort()
-            raise
+            stage_and_write(files, writer, Arena(_STAGED))
         finally:
             threads.shutdown()
-            stager.release()
         return writer.index(SavePlan((), (), Parts(), ""), self.session.topology.coordinates)
 
     def _write_index(self) -> FileEntry:

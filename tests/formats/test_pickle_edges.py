@@ -183,7 +183,7 @@ def test_a_fraction_is_refused_at_the_save_from_where_it_is_at_the_load() -> Non
     good, bad = ([fractions.Fraction(2**bits)] for bits in (14332, 14333))
     check_picklable_as_data(good)
     assert good == loaded(saved(good))
-    with pytest.raises(UnsafePickle, match=r"content\[0\] is longer"):
+    with pytest.raises(UnsafePickle, match=r"content\[0\] .*digits"):
         check_picklable_as_data(bad, "content")
     with pytest.raises(MalformedFile, match="a Fraction is written with"):
         loaded(saved(bad))

@@ -86,11 +86,11 @@ def _deep(depth: int) -> Any:
         ({"s": {("k",) * 65}}, r"content\['s'\].*of more than 64 values"),
         pytest.param(
             [fractions.Fraction(10**5000)],
-            r"content\[0\] is longer than the 4300",
+            r"content\[0\] .*at most 4300 digits",
             marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot pickle it: 4300 digits"),
         ),
-        ([decimal.Decimal("1" * 5000)], r"content\[0\] is longer than the 4300"),
-        ([pathlib.Path("x" * 33_000)], r"content\[0\] is longer than the 32768"),
+        ([decimal.Decimal("1" * 5000)], r"content\[0\] .*at most 4300 are"),
+        ([pathlib.Path("x" * 33_000)], r"content\[0\] .*at most 32768 are"),
     ],
     ids=["depth", "key", "item", "fraction", "decimal", "path"],
 )
@@ -117,7 +117,7 @@ def test_keys_of_one_hash_are_counted_together(begin: bytes, each: bytes, end: b
     assert most == len(Machine(filled(most)).load())
     with pytest.raises(MalformedFile, match=f"more than {most - 1} keys of one hash"), within_budget(1):
         Machine(filled(3000)).load()
-    with pytest.raises(UnsafePickle, match=r"content\[0\] has more than"):
+    with pytest.raises(UnsafePickle, match=r"content\[0\] .*more than \d+ keys of one hash"):
         check_picklable_as_data([dict.fromkeys(index * (2**61 - 1) for index in range(1, most + 2))], "content")
 
 

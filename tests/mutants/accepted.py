@@ -28,9 +28,6 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         "check_walk: 0 -> 1": "nothing has either for an id",
         "check_walk: continue -> break": "the walk goes on with the same iterator, where it was",
     },
-    "formats/plain_data": {
-        "_is_plain_numpy: return False -> return None": "as little true, for the one who asks",
-    },
     "formats/safe_globals": {
         **dict.fromkeys(
             (
