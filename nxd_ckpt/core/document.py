@@ -1,9 +1,9 @@
-"""JSON documents of many equal elements, each converted to its object, and written from the object directly."""
+"""JSON documents: what could mean two things is refused, and never written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from nxd_ckpt.core.limits import shown
@@ -11,26 +11,11 @@ from nxd_ckpt.core.other_files import instead_of_json
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.gc_paused import gc_paused
 
-quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii
-"""Return a string as JSON."""
+plain: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=dict).encode
+"""Return any plain value as JSON; a mapping of any kind counts as a dict.
 
-plain: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-"""Return any plain value as JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
-
-
-def integers(values: Iterable[int]) -> str:
-    """Return a list of integers as JSON."""
-    return f"[{','.join(map(str, values))}]"
-
-
-def array(elements: Iterable[str]) -> str:
-    """Join JSON texts into one array."""
-    return f"[{','.join(elements)}]"
-
-
-def members(elements: Mapping[str, str]) -> str:
-    """Join JSON texts, by name, into one object."""
-    return "{" + ",".join(f"{quoted(name)}:{text}" for name, text in elements.items()) + "}"
+Raises ValueError for NaN and infinity, which JSON does not have.
+"""
 
 
 def whole(data: bytes) -> Any:

@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
@@ -21,7 +21,7 @@ from nxd_ckpt.core.mesh import MeshRecord
 from nxd_ckpt.core.other_files import instead_of_json
 from nxd_ckpt.core.parsing import as_written
 from nxd_ckpt.core.partition import Partition, Piece
-from nxd_ckpt.core.phases import RankPhases, phases_of, phases_text
+from nxd_ckpt.core.phases import RankPhases, phases_fields, phases_of
 from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -75,48 +75,19 @@ class ParameterSpec:
     explicit: bool = False
 
 
-def tensor_texts(entries: Iterable[TensorEntry]) -> Iterator[str]:
-    """Yield the JSON of each tensor. That of equal shapes and pieces is made once: many tensors have few."""
-    quoted, listed = document.quoted, document.integers
-    forms: dict[tuple[tuple[int, ...], tuple[Piece, ...] | None], tuple[str, str]] = {}
-    for entry in entries:
-        form = forms.get((entry.shape, entry.pieces))
-        if form is None:
-            form = forms[entry.shape, entry.pieces] = listed(entry.shape), _pieces_text(entry.pieces)
-        yield (
-            f'{{"name":{quoted(entry.name)},"file":{quoted(entry.file)},"offset":{entry.offset},'
-            f'"nbytes":{entry.nbytes},"dtype":{quoted(entry.dtype)},"shape":{form[0]},'
-            f'"crc32":{listed(entry.crc32)},"pieces":{form[1]}}}'
-        )
+def _tensor_fields(entry: TensorEntry) -> dict[str, Any]:
+    parts = entry.pieces and [(piece.local.offset, piece.box.offset, piece.box.size) for piece in entry.pieces]
+    return {**entry._asdict(), "pieces": parts}
 
 
-def _pieces_text(pieces: tuple[Piece, ...] | None) -> str:
-    if pieces is None:
-        return "null"
-    parts = [(piece.local.offset, piece.box.offset, piece.box.size) for piece in pieces]
-    return document.array(document.array(map(document.integers, part)) for part in parts)
-
-
-def _files_text(files: Mapping[str, FileEntry]) -> str:
-    return document.members({key: document.integers(entry) for key, entry in files.items()})
-
-
-def parameters_text(parameters: Mapping[str, ParameterSpec]) -> str:
-    """Return the JSON of all parameters, by name."""
-    partitions: dict[Partition, str] = {}  # few, and most parameters have the same
-
-    def text(spec: ParameterSpec) -> str:
-        partition = partitions.get(spec.partition)
-        if partition is None:
-            partition = partitions[spec.partition] = document.plain(spec.partition.to_json())
-        tie = "null" if spec.tie is None else document.quoted(spec.tie)
-        explicit = ',"explicit":true' if spec.explicit else ""
-        return (
-            f'{{"dtype":{document.quoted(spec.dtype)},"shape":{document.integers(spec.shape)},"partition":{partition},'
-            f'"trainable":{"true" if spec.trainable else "false"},"tie":{tie}{explicit}}}'
-        )
-
-    return document.members({name: text(spec) for name, spec in parameters.items()})
+def _parameter_fields(parameters: Mapping[str, ParameterSpec]) -> dict[str, dict[str, Any]]:
+    """Return the JSON of all parameters, by name, as plain values: one for all that share a specification."""
+    shared = {id(spec): spec for spec in parameters.values()}
+    specs = {number: {**vars(spec), "partition": spec.partition.to_json()} for number, spec in shared.items()}
+    for fields in specs.values():
+        if not fields["explicit"]:
+            del fields["explicit"]
+    return {name: specs[id(spec)] for name, spec in parameters.items()}
 
 
 class Makers:
@@ -277,22 +248,19 @@ class Manifest:
 
 def dump_index(index: RankIndex) -> bytes:
     """Return the JSON of an index file. Raises SaveFailed if no load would read it."""
-    at = index.coordinates
-    mesh = {} if index.mesh is None else {"mesh": index.mesh.text()}
-    trees = {"trees": document.plain(dict(index.trees))} if index.trees else {}
-    data = document.members(
-        {
-            "format_version": str(MESH_VERSION if mesh else FORMAT_VERSION),
-            "kind": '"rank_index"',
-            "coordinates": document.integers((at.pp_rank, at.dp_rank, at.tp_rank)),
-            "files": _files_text(index.files),
-            "tensors": document.array(tensor_texts(index.tensors)),
-            "parameters": parameters_text(index.parameters),
-            "optimizer_names": document.plain(index.optimizer_names),
-            **mesh,
-            **trees,
-        }
-    ).encode()
+    mesh = {} if index.mesh is None else {"mesh": index.mesh.to_json()}
+    fields = {
+        "format_version": MESH_VERSION if mesh else FORMAT_VERSION,
+        "kind": "rank_index",
+        "coordinates": astuple(index.coordinates),
+        "files": index.files,
+        "tensors": list(map(_tensor_fields, index.tensors)),
+        "parameters": _parameter_fields(index.parameters),
+        "optimizer_names": index.optimizer_names,
+        **mesh,
+        **({"trees": index.trees} if index.trees else {}),
+    }
+    data = document.plain(fields).encode()
     _require_readable(lambda: load_index(data, "its index"))
     return data
 
@@ -327,36 +295,32 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """Return the JSON of a manifest, with a digest of itself at its end. Raises SaveFailed if no load would read it."""
     topology = manifest.topology
     rank_map = topology.rank_map
-    places = None if rank_map is None else [[at.pp_rank, at.dp_rank, at.tp_rank] for at in rank_map]
-    leaders = {} if manifest.leaders is None else {"leaders": document.integers(manifest.leaders)}
-    metrics = {"metrics": document.plain(dict(manifest.metrics))} if manifest.metrics else {}
-    phases = phases_text(manifest.phases) if manifest.phases else {}
-    per_rank = {"per_rank": document.plain(list(manifest.per_rank))} if manifest.per_rank else {}
-    guests = {"guests": _files_text(manifest.guests)} if manifest.guests else {}
-    text = document.members(
-        {
-            "format_version": str(NAMED_VERSION),
-            "kind": '"manifest"',
-            "tag": document.plain(manifest.tag),
-            "attempt": document.plain(manifest.attempt),
-            "order_time": document.plain(manifest.order_time),
-            "topology": document.plain({**topology.sizes, "rank_map": places}),
-            **leaders,
-            "parts": document.plain(asdict(manifest.parts)),
-            "ranks": document.array(map(document.integers, manifest.ranks)),
-            "parameters": parameters_text(manifest.parameters),
-            "timings": document.plain(dict(manifest.timings)),
-            "versions": document.plain(dict(manifest.versions)),
-            **metrics,
-            **phases,
-            **per_rank,
-            **guests,
-        }
-    )
+    given = {
+        "metrics": manifest.metrics,
+        **(phases_fields(manifest.phases) if manifest.phases else {}),
+        "per_rank": manifest.per_rank,
+        "guests": manifest.guests,
+    }
+    fields = {
+        "format_version": NAMED_VERSION,
+        "kind": "manifest",
+        "tag": manifest.tag,
+        "attempt": manifest.attempt,
+        "order_time": manifest.order_time,
+        "topology": {**topology.sizes, "rank_map": rank_map and list(map(astuple, rank_map))},
+        **({} if manifest.leaders is None else {"leaders": manifest.leaders}),
+        "parts": asdict(manifest.parts),
+        "ranks": manifest.ranks,
+        "parameters": _parameter_fields(manifest.parameters),
+        "timings": manifest.timings,
+        "versions": manifest.versions,
+        **{name: value for name, value in given.items() if value},
+    }
+    text = document.plain(fields)
     # The manifest verifies the indexes, but no other file verifies it. So it ends with a digest of its own bytes.
     unsealed = text[:-1].encode()
     data = unsealed + _seal(unsealed)
-    _require_readable(lambda: len(load_manifest(data, "its manifest").parameters))
+    _require_readable(lambda: load_manifest(data, "its manifest"))
     return data
 
 

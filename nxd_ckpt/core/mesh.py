@@ -23,7 +23,6 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.limits import RANKS, checked, checked_text, integers
 from nxd_ckpt.core.partition import Piece, blocks_in
@@ -283,17 +282,17 @@ class MeshRecord:
         for coordinate in layout.holders(tensor.shape, box):
             yield layout.rank_of(coordinate, tensor.replica)
 
-    def text(self) -> str:
-        """Return the record as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the record's JSON, as plain values."""
         meshes = list(dict.fromkeys(layout.mesh for layout in self.layouts))
         layouts = [[meshes.index(each.mesh), list(map(_placement_fields, each.placements))] for each in self.layouts]
-        return document.members(
-            {
-                "meshes": document.plain([mesh_fields(mesh) for mesh in meshes]),
-                "layouts": document.plain(layouts),
-                "tensors": document.array(map(_tensor_text, self.tensors)),
-            }
-        )
+        tensors = [
+            [each.name, each.dtype, each.shape, None, each.ranks]
+            if each.layout is None
+            else [each.name, each.dtype, each.shape, each.layout, each.replica]
+            for each in self.tensors
+        ]
+        return {"meshes": [mesh_fields(mesh) for mesh in meshes], "layouts": layouts, "tensors": tensors}
 
     @staticmethod
     def from_json(fields: Any) -> MeshRecord:
@@ -340,13 +339,6 @@ def _numbers_of(placement: Any) -> list[int]:
     if len(split) > 1 or not all(0 < factor <= RANKS for factor in split):
         raise ValueError(f"expected a dimension and at most a split factor, found {placement!r:.80}")
     return [dim, *split]
-
-
-def _tensor_text(tensor: WholeTensor) -> str:
-    where = f"{tensor.layout},{tensor.replica}"
-    if tensor.layout is None:
-        where = f"null,{document.integers(tensor.ranks)}"
-    return f"[{document.quoted(tensor.name)},{document.quoted(tensor.dtype)},{document.integers(tensor.shape)},{where}]"
 
 
 def _tensor(fields: Any, layouts: tuple[Layout, ...]) -> WholeTensor:

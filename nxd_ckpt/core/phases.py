@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import checked, checked_text, integers
 
 _LATE = 1.5
@@ -35,11 +34,11 @@ def straggler(phases: Sequence[RankPhases]) -> int | None:
     return rank if slowest > _LATE * median and slowest - median > _WORTH_TELLING else None
 
 
-def phases_text(phases: Sequence[RankPhases]) -> dict[str, str]:
+def phases_fields(phases: Sequence[RankPhases]) -> dict[str, list[Any]]:
     """Return the manifest's members, with each host's name once."""
     hosts = {name: number for number, name in enumerate(dict.fromkeys(each.host for each in phases))}
-    lines = ([each.stage_seconds, each.write_seconds, each.nbytes, hosts[each.host]] for each in phases)
-    return {"hosts": document.plain(list(hosts)), "phases": document.array(map(document.plain, lines))}
+    lines = [[each.stage_seconds, each.write_seconds, each.nbytes, hosts[each.host]] for each in phases]
+    return {"hosts": list(hosts), "phases": lines}
 
 
 def phases_of(fields: Mapping[str, Any], ranks: int) -> tuple[RankPhases, ...]:

@@ -12,7 +12,7 @@ from hashlib import sha256
 from math import prod
 from typing import Any
 
-from nxd_ckpt.core import names
+from nxd_ckpt.core import document, names
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshRecord, Placed, WholeTensor
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
@@ -80,7 +80,7 @@ class MeshPlan:
     @property
     def digest(self) -> str:
         """Equal on ranks with the same record."""
-        return sha256(self.record.text().encode()).hexdigest()[:32]
+        return sha256(document.plain(self.record.to_json()).encode()).hexdigest()[:32]
 
     @property
     def leads(self) -> bool:

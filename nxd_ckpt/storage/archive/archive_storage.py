@@ -45,8 +45,7 @@ class Member(NamedTuple):
 
 def dump_members(members: Iterable[tuple[str, int, int, float]]) -> bytes:
     """Return the list of (name, offset, bytes, time) in the archive's form."""
-    lines = document.array(map(document.plain, map(list, members)))
-    return document.members({"format_version": str(_VERSION), "members": lines}).encode()
+    return document.plain({"format_version": _VERSION, "members": list(members)}).encode()
 
 
 def load_members(data: bytes, begin: int, size: int) -> dict[str, Member]:
