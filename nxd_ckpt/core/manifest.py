@@ -9,7 +9,7 @@ from __future__ import annotations
 import marshal
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, NamedTuple

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.s3.replies import ListingParsers, time_of
 from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
 from nxd_ckpt.version import __version__
 
@@ -168,7 +167,6 @@ class S3Options:
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
-        from botocore.session import get_session
 
         config = {
             "retries": {"mode": "standard", "total_max_attempts": self.retries + 1},
@@ -183,11 +181,7 @@ class S3Options:
             **self.config_kwargs,
             "s3": {"payload_signing_enabled": False, **self.config_kwargs.get("s3", {})},
         }
-        core = get_session()
-        parsers = core.get_component("response_parser_factory")
-        parsers.set_parser_defaults(timestamp_parser=time_of)
-        core.register_component("response_parser_factory", ListingParsers(parsers))
-        session = boto3.Session(self.key, self.secret, self.token, botocore_session=core, profile_name=self.profile)
+        session = boto3.Session(self.key, self.secret, self.token, profile_name=self.profile)
         arguments = {"endpoint_url": self.endpoint_url, **self.client_kwargs}
         try:
             return session.client("s3", config=Config(**config), **arguments)
