@@ -279,7 +279,7 @@ BREAKS = [
     Break(
         "Manifest that no load reads is published", "disk",
         {
-            _MANIFEST: ("    _require_readable(lambda: len(load_manifest(data, \"its manifest\").parameters))\n", ""),
+            _MANIFEST: ("    _require_readable(lambda: load_manifest(data, \"its manifest\"))\n", ""),
             _COMMIT: ("        parts=request.parts,\n", "        parts=replace(request.parts, model=1),\n"),
         },
     ),
