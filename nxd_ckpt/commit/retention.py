@@ -150,7 +150,7 @@ def _unreadable(storage: Storage, tags: Iterable[str]) -> dict[str, str]:
     unreadable = dict[str, str]()
     for tag in tags:
         try:
-            len(manifest_of(storage, tag).parameters)  # which are parsed then
+            manifest_of(storage, tag)
         except UnreadableFormat as error:
             unreadable[tag] = str(error)
         except (MalformedFile, FileNotFoundError):
