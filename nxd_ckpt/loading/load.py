@@ -207,9 +207,12 @@ def _checkpoint_at(
                 f"{storages[0].url}: no complete tag is undamaged. {_skipped_text(retries.unfit)}; restore one from a "
                 "copy"
             ) from error
-        found = find_by_path(*around(storages[0], tag, request.place))
+        inside, key = around(storages[0], tag, request.place)
+        found = find_by_path(inside, key)
         if found is None:
             raise
+        if found.key != key and inside.is_file(found.key):
+            logger.warning("%s/%s holds no tags: its file %s is loaded", inside.url, key, found.key)
         return _Decision((), found)
 
 

@@ -406,6 +406,8 @@ def test_what_was_taken_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
     path = SOURCES["Lightning"](tmp_path / "there", trained())
     load_checkpoint(path, model=Net())
     assert "the model under 'state_dict', the optimizer under 'optimizer_states'" in caplog.text
+    load_checkpoint(SOURCES["the only file"](tmp_path / "alone", trained()), model=Net())
+    assert "alone holds no tags: its file alone/x.pt is loaded" in caplog.text
 
 
 def test_a_tag_may_hold_files_of_others(tmp_path: Path) -> None:
