@@ -81,9 +81,9 @@ class ShapeProblems:
     def __init__(self) -> None:
         self._errors: dict[str, ShapeMismatch] = {}
 
-    def of(self, name: str) -> _KeptProblem:
-        """Return a context in which a ShapeMismatch is that of the tensor ``name``: it is kept, and not raised yet."""
-        return _KeptProblem(self._errors, name)
+    def keep(self, name: str, error: ShapeMismatch) -> None:
+        """Keep that of the tensor ``name``, which is not raised yet."""
+        self._errors[name] = error
 
     def complain(self) -> None:
         """Raise the first ShapeMismatch, with the names of all."""
@@ -92,24 +92,6 @@ class ShapeProblems:
             raise ShapeMismatch(f"{errors[0]}. {len(errors)} tensors have other shapes: {first_of(self._errors)}")
         if errors:
             raise errors[0]
-
-
-class _KeptProblem:
-    """A context for each tensor: as a class, since a generator's takes four times as long."""
-
-    __slots__ = ("_errors", "_name")
-
-    def __init__(self, errors: dict[str, ShapeMismatch], name: str) -> None:
-        self._errors, self._name = errors, name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, ShapeMismatch):
-            self._errors[self._name] = error
-            return True
-        return False
 
 
 def _first_components(names: Iterable[str]) -> Collection[str]:

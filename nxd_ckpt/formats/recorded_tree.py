@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt.core.limits import TREE_DEPTH, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.safe_globals import Keys
-from nxd_ckpt.formats.strides import Stride, note, noted
+from nxd_ckpt.formats.strides import Stride, noted
 from nxd_ckpt.formats.tensors import TensorReference, dtype_name, tensor_types, torch_class
 
 _ITSELF = frozenset({int, bool, type(None)})
@@ -27,6 +27,10 @@ _NBYTES, _ELEMENT_NBYTES = 16 * 2**20, 16
 
 _INTEGER_BITS = 2**13
 """Bits of an integer: Python turns no longer ones into text."""
+
+
+Make = Callable[[Stride | None, int | None], Any]
+"""Makes the next tensor, of a noted stride; with a number, the reference to the tensor of that number elsewhere."""
 
 
 class RecordedTree(NamedTuple):
@@ -104,34 +108,34 @@ class _Recorder:
         return [kind.__name__, *(element for pair in pairs for element in pair)]
 
 
-def tree_of(element: Any, tensor: Callable[[Stride | None], Any]) -> Any:
-    """Return the tree of a recorded one. ``tensor`` makes the next tensor, of a noted stride.
+def tree_of(element: Any, make: Make) -> Any:
+    """Return the tree of a recorded one, whose tensors and references ``make`` returns.
 
     Raises:
         MalformedFile: it is not what `recorded` returns.
     """
     try:
-        return _tree(element, tensor, 0)
+        return _tree(element, make, 0)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise MalformedFile(f"its recorded tree is malformed ({type(error).__name__}: {error})") from error
 
 
-def _tree(element: Any, tensor: Callable[[Stride | None], Any], depth: int) -> Any:
+def _tree(element: Any, make: Make, depth: int) -> Any:
     kind = type(element)
     if kind is dict:
         _check_depth(depth)
-        return {key: _tree(child, tensor, depth + 1) for key, child in element.items()}
+        return {key: _tree(child, make, depth + 1) for key, child in element.items()}
     if kind is not list:
         return element
     if not element:
-        return tensor(None)
+        return make(None, None)
     name, *parts = element
     if name in ("tensor", "reference"):
-        return _of_tensor(name, parts, tensor)
+        return _of_tensor(name, parts, make)
     if name in ("Size", "dtype", "bytes", "float"):
         return _plain(name, parts)
     _check_depth(depth)
-    children = [_tree(part, tensor, depth + 1) for part in parts]
+    children = [_tree(part, make, depth + 1) for part in parts]
     if name == "list":
         return children
     if name == "tuple":
@@ -152,12 +156,11 @@ def _check_depth(depth: int) -> None:
         raise MalformedFile(f"its recorded tree is nested more than {TREE_DEPTH} deep")
 
 
-def _of_tensor(name: str, parts: Sequence[Any], tensor: Callable[[Stride | None], Any]) -> Any:
+def _of_tensor(name: str, parts: Sequence[Any], make: Make) -> Any:
     if name == "tensor":
-        return tensor(_stride(parts))
+        return make(_stride(parts), None)
     tid, *stride = parts
-    (tid,) = check_sizes([tid], "a recorded reference")
-    return TensorReference(tid, note(_stride(stride)) if stride else None)
+    return make(_stride(stride) if stride else None, *check_sizes([tid], "a recorded reference"))
 
 
 def _stride(parts: Sequence[Any]) -> Stride:

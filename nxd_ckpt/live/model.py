@@ -172,8 +172,10 @@ class ModelAdapter:
                 continue
             self.check_writable(name)
             if not _is_extra_state(name):
-                with problems.of(name):
+                try:
                     _check_form(name, saved[name], self.live[name])
+                except ShapeMismatch as error:
+                    problems.keep(name, error)
         problems.complain()
         return names
 
@@ -401,7 +403,7 @@ class ModuleModel(ModelAdapter):
     def _twin(self, name: str) -> torch.Tensor | None:
         """Return the parameter or buffer that ``state_dict()`` replaces with a computed tensor; else None."""
         value = self.live[name]
-        if self._is_stage or not isinstance(self._model, torch.nn.Module) or id(value) in self._own_ids:
+        if id(value) in self._own_ids or self._is_stage or not isinstance(self._model, torch.nn.Module):
             return None
         twin = self._own_by_name.get(self._wrapped_names.get(name, name))
         return twin if twin is not None and twin.shape == value.shape else None
@@ -560,7 +562,7 @@ def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _is_extra_state(name: str) -> bool:
-    return name.rpartition(".")[2] == _EXTRA_STATE
+    return name.endswith(_EXTRA_STATE) and name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _find_ties(tensors: Mapping[str, torch.Tensor], begins: Mapping[str, int]) -> dict[str, str]:

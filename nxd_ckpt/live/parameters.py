@@ -15,7 +15,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.memory import has_own_operations, is_shards
 from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import contiguous_stride, form_of
+from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name, form_of
 from nxd_ckpt.live import dtensor, torch_xla
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -37,19 +37,19 @@ def spec_of(tensor: torch.Tensor, tp: int) -> ParameterSpec:
     Without ``num_partitions`` (older NxD) a tensor-parallel parameter is cut over the ``tp`` ranks. A tensor-parallel
     parameter with a missing or impossible dimension is recorded as cut in an unknown way.
     """
-    dtype, shape = form_of(tensor)
     trainable = tensor.requires_grad and isinstance(tensor, torch.nn.Parameter)
     if not getattr(tensor, "tensor_model_parallel", False):
-        return _whole(dtype, shape, trainable, bool(getattr(tensor, "expert_model_parallel", False)))
+        return _whole(tensor.dtype, tensor.shape, trainable, bool(getattr(tensor, "expert_model_parallel", False)))
+    dtype, shape = form_of(tensor)
     partition = _partition_of(tensor, tp)
     explicit = partition.partition_dim is not None and getattr(tensor, "num_partitions", None) is not None
     return ParameterSpec(dtype, shape, partition, trainable, explicit=explicit)
 
 
 @lru_cache(maxsize=4096)
-def _whole(dtype: str, shape: tuple[int, ...], trainable: bool, expert: bool) -> ParameterSpec:
+def _whole(dtype: torch.dtype, shape: torch.Size, trainable: bool, expert: bool) -> ParameterSpec:
     """Return the specification of a parameter that is not cut: most have few shapes, and share it."""
-    return ParameterSpec(dtype, shape, Partition(expert=expert), trainable)
+    return ParameterSpec(dtype_name(dtype), tuple(shape), Partition(expert=expert), trainable)
 
 
 def traits_of(tensor: torch.Tensor) -> Hashable:
@@ -104,8 +104,9 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is expanded: several of its elements are one, and it cannot be written to."""
-    sized = zip(tensor.shape, tensor.stride(), strict=True) if has_address(tensor) else ()
-    return any(size > 1 and stride == 0 for size, stride in sized)
+    if tensor.is_contiguous() or not has_address(tensor):
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
@@ -141,7 +142,7 @@ def memory_for(live: Any) -> torch.Tensor | None:
 
     None for any other.
     """
-    if not isinstance(live, torch.Tensor) or live.device.type != "cpu":
+    if not isinstance(live, torch.Tensor) or not live.is_cpu:
         return None
     local = dtensor.local_of(live)
     if not local.is_contiguous() or local.is_neg() or local.is_conj():

@@ -533,6 +533,8 @@ class PreparedLoad:
         torch_xla.sync()
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
+        if self.reader.take_kept(leaf, out):
+            return
         name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
         compare = self._options.verify is not False and not self._is_compared_live(leaf, name)
         compare = compare and self._opened.is_digested(leaf)

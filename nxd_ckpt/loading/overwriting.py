@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,10 +71,12 @@ class Delivery:
     def into(self, leaf: Leaf, memory: torch.Tensor) -> None:
         begin = memory.data_ptr()
         span = begin, begin + memory.nbytes
-        if self._overlaps(span):  # two names of one memory: the later one wins
+        at = bisect_right(self._spans, span)
+        if self._overlaps(span, at):  # two names of one memory: the later one wins
             self._reader.finish()
             self._spans.clear()
-        insort(self._spans, span)
+            at = 0
+        self._spans.insert(at, span)
         self._fill(leaf, memory)
         self._in_place.append((leaf, memory))
 
@@ -103,8 +105,7 @@ class Delivery:
         self._saw(leaf, out)
         take(out)
 
-    def _overlaps(self, span: tuple[int, int]) -> bool:
-        at = bisect_right(self._spans, span)
+    def _overlaps(self, span: tuple[int, int], at: int) -> bool:
         return (at > 0 and self._spans[at - 1][1] > span[0]) or (at < len(self._spans) and self._spans[at][0] < span[1])
 
 

@@ -122,6 +122,10 @@ class ReshardContext:
         """True if each data-parallel rank saved shards of the optimizer's state."""
         return self.opened.parts.optimizer in ("zero1", "zero1_dcp")
 
+    @cached_property
+    def _is_cut_alike(self) -> bool:
+        return self.saved_cut == self.live_cut
+
     @property
     def saved_cut(self) -> Cut:
         return Cut(self.saved.tp, self.saved.ep)
@@ -164,7 +168,7 @@ class ReshardContext:
 
         If two known cuts are of different wholes, the attributes of one side are wrong, and the boxes are equal.
         """
-        if self.saved_cut != self.live_cut:
+        if not self._is_cut_alike:
             return False
         recorded = self.recorded.get(name)
         if live is None or recorded is None or recorded.partition == live.partition:

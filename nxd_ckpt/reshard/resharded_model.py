@@ -10,7 +10,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.suggestions import ShapeProblems
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import TopologyMismatch
+from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, form_of, is_tensor, iter_tensors
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.tag.files import MissingTensor
@@ -41,7 +41,8 @@ class ReshardedModel:
     @cached_property
     def values(self) -> dict[str, Any]:
         """Values of a saving rank by name, from the first stage that saved the name."""
-        return {name: self._reference(stages[0])[name] for name, stages in self.stages.items()}
+        trees = {pp_rank: self._reference(pp_rank) for pp_rank in self.names}
+        return {name: trees[stages[0]][name] for name, stages in self.stages.items()}
 
     def form(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return dtype and shape of a name on a saving rank; None if it is no tensor, or they are not recorded."""
@@ -52,7 +53,9 @@ class ReshardedModel:
     def value(self, name: str) -> Any:
         """Return a saving rank's value. Raises TopologyMismatch if stages saved different values under this name."""
         stages, reference = self.stages[name], self.values[name]
-        trees = [self._reference(pp_rank) for pp_rank in stages] if len(stages) > 1 else []
+        if len(stages) == 1:
+            return reference
+        trees = [self._reference(pp_rank) for pp_rank in stages]
         digests = [[digest_of(leaf) for _, leaf in iter_tensors(tree[name])] for tree in trees]
         if any(leaves != digests[0] for leaves in digests):
             raise TopologyMismatch(
@@ -72,9 +75,11 @@ class ReshardedModel:
         specs = {name: context.live_spec(name, spec) for name, spec in live.items()}
         problems, tree = ShapeProblems(), {}
         for name in names:
-            with problems.of(name):
+            try:
                 if name in self.stages:
                     tree[name] = self.leaf(name, specs.get(name))
+            except ShapeMismatch as error:
+                problems.keep(name, error)
         problems.complain()
         return tree
 

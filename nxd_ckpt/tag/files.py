@@ -20,7 +20,7 @@ from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFou
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.recorded_tree import tree_of
 from nxd_ckpt.formats.safetensors import read_header
-from nxd_ckpt.formats.strides import Stride, noted, with_stride
+from nxd_ckpt.formats.strides import Stride, note, noted, with_stride
 from nxd_ckpt.formats.tensors import (
     Path,
     TensorReference,
@@ -114,6 +114,7 @@ class TagFiles:
         self._kept_nbytes = 0
         self._recorded: dict[str, int] = {}
         self._trees: dict[str, tuple[Any, Sequence[TensorStub]]] = {}
+        self._referring: set[str] = set()
         self.entries: dict[tuple[str, int], TensorEntry] = {}
         """Tensors with digests that are known so far, by file and offset of their first byte in it."""
 
@@ -124,6 +125,10 @@ class TagFiles:
     def record_tree(self, file: str, element: Any, tensors: Sequence[TensorStub]) -> None:
         """Take from an index what a file holds, and its tensors in this order: it is not parsed."""
         self._trees[file] = element, tensors
+
+    def is_of_index(self, file: str) -> bool:
+        """Return whether the tree of this file, which was read, consists of what its index says, tensors too."""
+        return file in self._trees and file not in self._referring
 
     @contextmanager
     def with_hints(self, hints: IndexHints) -> Iterator[None]:
@@ -241,6 +246,8 @@ class TagFiles:
         there, by the same path in the tree (tids count for each file by itself). Raises the errors of `tree`.
         """
         tree = self.tree(file)
+        if self.is_of_index(file):
+            return tree
         paths = {reference.tid: path for path, reference in iter_tensors(tree, TensorReference)}
         if not paths:
             return tree
@@ -324,7 +331,10 @@ class TagFiles:
         element, tensors = self._trees[file]
         left = iter(tensors)
 
-        def next_leaf(stride: Stride | None) -> Any:
+        def next_leaf(stride: Stride | None, tid: int | None) -> Any:
+            if tid is not None:
+                self._referring.add(file)
+                return TensorReference(tid, None if stride is None else note(stride))
             stub = next(left, None)
             if stub is None:
                 raise MalformedFile(f"its recorded tree has more than the {len(tensors)} tensors of its index")

@@ -192,11 +192,13 @@ class OpenTag:
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         if self.mesh is not None:
             return self.mesh.model()
-        self._verify_state(names.model_file(self.topology, at), self.topology.writer_of(at))
+        file = names.model_file(self.topology, at)
+        self._verify_state(file, self.topology.writer_of(at))
         left_out = not self.parts.lower_precision_weights
         read = partial(self._layout.model_tree, at)
-        tree = self._verified_tree(read, WrittenFiles(names.MODEL_DIR, self._shared_indexes(at)), left_out)
-        refuse_unfinished(self.where, tree)
+        tree = self._verified_tree(file, read, WrittenFiles(names.MODEL_DIR, self._shared_indexes(at)), left_out)
+        if not self._layout.files.is_of_index(file):
+            refuse_unfinished(self.where, tree)
         return tree
 
     @cached_property
@@ -252,14 +254,15 @@ class OpenTag:
             return self.mesh.optimizer()
         if kind == "zero1_dcp" and self.manifest is not None:
             return self._dcp_tree(at)
-        own = kind == "zero1"
+        own, file = kind == "zero1", ""
         if kind in ("plain", "zero1", "zero1_full"):
             file = names.optimizer_file(self.topology, at, kind)
             self._verify_state(file, at if own else self.topology.writer_of(at))
         read = partial(self._layout.optimizer_tree, at, param_names)
         indexes = map(self.index, [at]) if own else self._shared_indexes(at)
-        tree = self._verified_tree(read, WrittenFiles(names.OPTIMIZER_DIR, indexes))
-        refuse_missing(self.where, tree)
+        tree = self._verified_tree(file, read, WrittenFiles(names.OPTIMIZER_DIR, indexes))
+        if not self._layout.files.is_of_index(file):
+            refuse_missing(self.where, tree)
         return tree
 
     def _dcp_tree(self, at: Coordinates) -> dict[str, Any]:
@@ -274,18 +277,21 @@ class OpenTag:
             self._verify(names.dcp_file(self.topology.rank_of(place), 0), place)
         read = partial(self._layout.optimizer_tree, at, self.optimizer_names(at))
         writers = dict.fromkeys((at, *shared))
-        return self._verified_tree(read, WrittenFiles(names.OPTIMIZER_DIR, map(self.index, writers)))
+        written = WrittenFiles(names.OPTIMIZER_DIR, map(self.index, writers))
+        return self._verified_tree(names.DCP_METADATA, read, written)
 
     def _verified_tree(
-        self, read: Callable[[], dict[str, Any]], written: WrittenFiles, left_out: bool = False
+        self, file: str, read: Callable[[], dict[str, Any]], written: WrittenFiles, left_out: bool = False
     ) -> dict[str, Any]:
+        """Return the tree of ``file`` that ``read`` returns, compared with its index unless that is what was read."""
         if self.manifest is None:
             return read()
 
         with self._layout.files.with_hints(WrittenHints(written, None if self.opens_all else self._expect)):
             tree = read()
-        verify_tensors(self.where, tree, written, left_out=left_out)
-        self.entries |= written.entries
+        if not self._layout.files.is_of_index(file):
+            verify_tensors(self.where, tree, written, left_out=left_out)
+            self.entries |= written.entries
         return tree
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
@@ -448,6 +454,7 @@ class OpenTag:
             entries = [entry for entry in index.tensors if entry.file == file]
             check_extents(entries, nbytes, f"{self.where}/{file}")
             self._layout.files.record_tree(file, index.trees[file], [stub_of(entry) for entry in entries])
+            self.entries |= {(file, entry.offset): entry for entry in entries}
 
     def _parsing(self, file: str, writer: Coordinates) -> AbstractContextManager[None]:
         """Verify a file as `_verify` does; return the context in which it is parsed."""

@@ -233,10 +233,22 @@ class LeafReader(Closing):
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
         """
+        if isinstance(leaf, TensorStub) and self._files.kept(leaf.file) is not None:
+            return  # it was verified whole
         with naming(name):
             for stub, blocks in _sources(leaf, takes):
-                if self._files.kept(stub.file) is None:  # else it was verified whole
+                if self._files.kept(stub.file) is None:
                     self._verify(stub, blocks, name)
+
+    def take_kept(self, leaf: Leaf, out: torch.Tensor) -> bool:
+        """Fill ``out``, as `read_into` does, from a file that was verified whole and is kept; return whether it was."""
+        kept = self._files.kept(leaf.file) if isinstance(leaf, TensorStub) and leaf.is_contiguous else None
+        if kept is None:
+            return False
+        memory = _memory_for(leaf, out)
+        memory[:] = kept[leaf.offset : leaf.offset + len(memory)]
+        self.done.add(len(memory))
+        return True
 
     def read_into(
         self,
@@ -366,14 +378,9 @@ class LeafReader(Closing):
 
             self._ranges.call(name, partial(stored_tensors.read_into, pread_into, stub, out, compare))
             return
-        memory = byte_view(out)
-        if len(memory) != stub.nbytes:
-            raise InvalidArgument(f"{out.dtype} {tuple(out.shape)} for a tensor {stub.dtype} {stub.shape}")
-        kept = self._files.kept(stub.file)
-        if kept is not None:
-            memory[:] = kept[stub.offset : stub.offset + stub.nbytes]
-            self.done.add(stub.nbytes)
+        if self.take_kept(stub, out):
             return
+        memory = _memory_for(stub, out)
         whole = stub.nbytes == stub.storage.nbytes
         if compare and (whole or not self._records.is_whole(stub)):
             self._records.claim_whole(stub)
@@ -498,6 +505,13 @@ class LeafReader(Closing):
         for at in range(0, len(memory), PIECE):
             target = memory[at : at + PIECE]
             self._ranges.add(file, Range(offset + at, len(target), target, name))
+
+
+def _memory_for(stub: TensorStub, out: torch.Tensor) -> memoryview:
+    memory = byte_view(out)
+    if len(memory) != stub.nbytes:
+        raise InvalidArgument(f"{out.dtype} {tuple(out.shape)} for a tensor {stub.dtype} {stub.shape}")
+    return memory
 
 
 def _sources(leaf: Leaf, takes: Takes | None) -> Iterator[tuple[TensorStub, Iterator[int] | None]]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core import limits
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.recorded_tree import recorded, tree_of
-from nxd_ckpt.formats.strides import Stride, stride_of, with_note
+from nxd_ckpt.formats.strides import Stride, note, stride_of, with_note
 from nxd_ckpt.formats.tensors import TensorReference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -46,7 +46,11 @@ TREES = st.recursive(
 
 def read(element: Any) -> Any:
     """The tree of an element that was written and read as JSON."""
-    return tree_of(json.loads(json.dumps(element, allow_nan=False)), lambda stride: ("tensor", stride))
+    return tree_of(json.loads(json.dumps(element, allow_nan=False)), made)
+
+
+def made(stride: Stride | None, tid: int | None) -> Any:
+    return ("tensor", stride) if tid is None else TensorReference(tid, None if stride is None else note(stride))
 
 
 def text(tree: Any) -> str:
