@@ -9,6 +9,7 @@ Source for the order of calls: torch.nn.Module.load_state_dict and torch.optim.O
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -37,9 +38,12 @@ class ModuleHooks:
     def __init__(self, root: Any) -> None:
         modules = root.named_modules() if isinstance(root, torch.nn.Module) else ()
         self._modules: dict[str, torch.nn.Module] = {f"{name}." if name else "": module for name, module in modules}
-        self._subtrees = [prefix for prefix, module in self._modules.items() if _has_pre_hooks(module)]
-        self._seen_after = [prefix for prefix, module in self._modules.items() if _has_post_hooks(module)]
-        self._loading_own = {prefix for prefix, module in self._modules.items() if _loads_its_own_way(module)}
+        items = self._modules.items()
+        self._subtrees = [prefix for prefix, module in items if _has_own(module._load_state_dict_pre_hooks)]
+        self._seen_after = [prefix for prefix, module in items if _has_own(module._load_state_dict_post_hooks)]
+        kinds = set(map(type, self._modules.values()))  # few, of many modules
+        own = {kind for kind in kinds if not _is_benign(_definer(kind, "_load_from_state_dict"))}
+        self._loading_own = {prefix for prefix, module in items if type(module) in own}
 
     def __bool__(self) -> bool:
         """Return whether any module sees, or changes, how it is loaded."""
@@ -112,16 +116,9 @@ def _load(
             _load(child, own, f"{prefix}{name}.", problems, with_submodules=True)
 
 
-def _has_pre_hooks(module: torch.nn.Module) -> bool:
-    return any(not _is_benign(_home(hook)) for hook in module._load_state_dict_pre_hooks.values())
-
-
-def _has_post_hooks(module: torch.nn.Module) -> bool:
-    return any(not _is_benign(_home(hook)) for hook in module._load_state_dict_post_hooks.values())
-
-
-def _loads_its_own_way(module: torch.nn.Module) -> bool:
-    return not _is_benign(_definer(type(module), "_load_from_state_dict"))
+def _has_own(hooks: Mapping[int, Any]) -> bool:
+    """Return whether there are hooks of users."""
+    return bool(hooks) and not all(_is_benign(_home(hook)) for hook in hooks.values())
 
 
 def own_root(model: Any) -> Any:
@@ -141,9 +138,10 @@ def own_root(model: Any) -> Any:
 
 def has_module_of(model: Any, home: str, name: str) -> bool:
     """Return whether a module of the model is of a class ``name`` from below the package ``home``."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    kinds = {kind for module in modules for kind in type(module).__mro__ if kind.__name__ == name}
-    return any(kind.__module__.startswith(home) for kind in kinds)
+    is_loaded = home.removesuffix(".") in sys.modules  # else nothing can be of its classes
+    kinds = set(map(type, model.modules())) if is_loaded and isinstance(model, torch.nn.Module) else ()
+    bases = (base for kind in kinds for base in kind.__mro__)
+    return any(base.__name__ == name and base.__module__.startswith(home) for base in bases)
 
 
 def loads_as_a_whole(module: torch.nn.Module) -> bool:

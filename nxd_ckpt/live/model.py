@@ -325,13 +325,14 @@ class ModuleModel(ModelAdapter):
                 "saving or loading call its partition(), or run a first step, in which it partitions itself"
             )
         # keep_vars gives the parameters themselves: identity (ties, the optimizer's names) and NxD's attributes.
-        live = local(keep_vars=True) if local is not None and self._is_stage else _state_with_identity(model)
         super().__init__({}, may_be_meta)
         self._model = self._root = model
+        live = local(keep_vars=True) if local is not None and self._is_stage else self._state_with_identity(model)
         self._gathered: dict[str, str] = {}
+        self._cuts: dict[int, dict[str, Partition | None]] = {}
         if self._is_stage:
             self._root = torch.nn.ModuleList(model.local_modules())
-            self._modules, self._wrapped_names = [*self._root], names_in_stage(live, _state_with_identity(self._root))
+            self._modules, self._wrapped_names = [*self._root], names_in_stage(live, self._state_with_identity(self._root))
         else:
             self._modules = [model]
             prefixes, self._gathered = replicated(model), gathered_names(model)
@@ -348,8 +349,22 @@ class ModuleModel(ModelAdapter):
                 "the parameters and buffers of local_modules()"
             )
 
+    def _state_with_identity(self, root: Any) -> dict[str, Any]:
+        """Return the state dict of ``root``, with parameters and buffers themselves in place of detached ones.
+
+        A wrapper's own ``state_dict`` may not know ``keep_vars``, or not pass it on.
+        """
+        try:
+            state = root.state_dict(keep_vars=True)
+        except TypeError:
+            state = root.state_dict()
+        own = self._own_by_name if root is self._model else _own(root)
+        return {name: own[name] if _is_detached(value, own.get(name)) else value for name, value in state.items()}
+
     @cached_property
     def _own_ids(self) -> set[int]:
+        if self._modules == [self._model] and isinstance(self._model, torch.nn.Module):
+            return set(map(id, self._own_by_name.values()))
         return {id(tensor) for module in self._modules for tensor in (*module.parameters(), *module.buffers())}
 
     def parameter_names(self) -> dict[int, str]:
@@ -476,10 +491,11 @@ class ModuleModel(ModelAdapter):
             )
 
     def layer_cuts(self, tp: int) -> dict[str, Partition | None]:
-        names: dict[int, list[str]] = {}
-        for name, value in self.live.items():
-            names.setdefault(id(value), []).append(name)
-        return {name: cut for tensor, cut in layer_partitions(self._model, tp) for name in names.get(id(tensor), ())}
+        if tp not in self._cuts:
+            cuts = {id(tensor): cut for tensor, cut in layer_partitions(self._model, tp)}
+            live = self.live.items() if cuts else ()
+            self._cuts[tp] = {name: cuts[id(value)] for name, value in live if id(value) in cuts}
+        return self._cuts[tp]
 
 
 class DictModel(ModelAdapter):
@@ -510,19 +526,6 @@ class DictModel(ModelAdapter):
             copy_in(self.live[name], value)
         else:
             self.live[name] = value
-
-
-def _state_with_identity(model: Any) -> dict[str, Any]:
-    """Return the state dict of ``model``, with parameters and buffers themselves in place of detached ones.
-
-    A wrapper's own ``state_dict`` may not know ``keep_vars``, or not pass it on.
-    """
-    try:
-        state = model.state_dict(keep_vars=True)
-    except TypeError:
-        state = model.state_dict()
-    own = _own(model)
-    return {name: own[name] if _is_detached(value, own.get(name)) else value for name, value in state.items()}
 
 
 def _own(model: Any) -> dict[str, torch.Tensor]:

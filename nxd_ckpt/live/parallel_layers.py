@@ -74,7 +74,8 @@ def _own(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
 
 
 def _weight_cuts(layer: Any, tp: int) -> _Cuts:
-    kind, weight = _kind_of(layer.__class__), _own(layer).get("weight")
+    kind = _kind_of(layer.__class__)
+    weight = None if kind is None else _own(layer).get("weight")
     if kind is None or weight is None:
         return {}
     dim = getattr(layer, "weight_partition_dim", _DIMENSIONS[kind])
