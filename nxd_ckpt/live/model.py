@@ -332,7 +332,8 @@ class ModuleModel(ModelAdapter):
         self._cuts: dict[int, dict[str, Partition | None]] = {}
         if self._is_stage:
             self._root = torch.nn.ModuleList(model.local_modules())
-            self._modules, self._wrapped_names = [*self._root], names_in_stage(live, self._state_with_identity(self._root))
+            own = self._state_with_identity(self._root)
+            self._modules, self._wrapped_names = [*self._root], names_in_stage(live, own)
         else:
             self._modules = [model]
             prefixes, self._gathered = replicated(model), gathered_names(model)

@@ -88,6 +88,20 @@ def test_a_contestant_that_fails_is_a_row_and_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.plain
 @pytest.mark.once
+def test_a_quick_run_reports_ratios_only(tmp_path: Path) -> None:
+    """Seconds of so few bytes mislead; what failed is named all the same."""
+    about = {"scenario": "W1 cpu 1p", "measure": SAVE}
+    rows = [{**about, "contestant": "nxd_ckpt", "values": [1.5]}, {**about, "contestant": "x", "missing": "OSError: no"}]
+    (tmp_path / "a.json").write_text(json.dumps({"about": {}, "sizes": {"W1 cpu 1p": [0, 0]}, "rows": rows}))
+    done = bench(tmp_path, "--quick", f"--from-json={tmp_path / 'a.json'}")
+    assert 1 == done.returncode
+    assert "== Targets" in done.stdout
+    assert "== W1 cpu 1p" not in done.stdout
+    assert "W1 cpu 1p, x: OSError: no" in done.stdout
+
+
+@pytest.mark.plain
+@pytest.mark.once
 def test_a_load_of_other_values_does_not_count(tmp_path: Path) -> None:
     """Speed is not measured of a contestant that does not bring back what it saved."""
 

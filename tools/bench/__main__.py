@@ -69,7 +69,7 @@ def run(scenarios: list[Scenario], directory: Path, scale: float) -> Results:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     size = made.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="some scenarios, an eighth of the bytes")
+    size.add_argument("--quick", action="store_true", help="ratios of some scenarios, a sixteenth of the bytes")
     size.add_argument("--full", action="store_true", help="all of the bytes, 7 rounds, as targets ask for")
     made.add_argument("--only", action="append", metavar="WORD", help="scenarios whose name has it; may be repeated")
     made.add_argument("--scale", type=float, help="bytes of the workloads, in multiples of the full ones")
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 def report(results: Results, args: argparse.Namespace) -> None:
     """Print what was measured, and write the files that were asked for."""
     judged = [judge(target, results) for target in TARGETS if target.scenario in results.sizes]
-    print("\n".join(sections(results, judged, markdown=False)))
+    print("\n".join(sections(results, judged, ratios_only=args.quick)))
     if args.json:
         Path(args.json).write_text(json.dumps(results.as_json(), indent=1) + "\n")
     if args.markdown:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tools.bench.results import COLD, LOST, MEASURES, SAVE, SLOWDOWN, STALL, WARM, Results, Row, ratios, spread
+from tools.bench.results import (
+    COLD,
+    LOST,
+    MEASURES,
+    NOT_INSTALLED,
+    SAVE,
+    SLOWDOWN,
+    STALL,
+    WARM,
+    Results,
+    Row,
+    ratios,
+    spread,
+)
 from tools.bench.targets import Judged
 
 FLOOR_OF = {
@@ -60,13 +73,19 @@ def as_markdown(table: Table) -> str:
     return "\n".join([heading, "|" + "---|" * len(table[0]), *lines]) + "\n"
 
 
-def sections(results: Results, judged: Sequence[Judged], markdown: bool) -> Iterator[str]:
-    """The whole report, part by part."""
+def sections(
+    results: Results, judged: Sequence[Judged], markdown: bool = False, *, ratios_only: bool = False
+) -> Iterator[str]:
+    """The whole report, part by part; or the targets, with why contestants that failed have no ratio."""
     layout = as_markdown if markdown else as_text
     mark = "### " if markdown else "== "
     if results.about:
         yield _about(results) + "\n"
     yield f"{mark}Targets\n\n{layout(target_table(judged))}"
+    if ratios_only:
+        failed = (row for row in results.rows if row.missing and not row.missing.startswith(NOT_INSTALLED))
+        yield from (f"{row.scenario}, {row.contestant}: {row.missing}" for row in failed)
+        return
     for scenario, (nbytes, tensors) in results.sizes.items():
         size = f"{nbytes / 2**30:.2f} GiB in {tensors:,} tensors a process"
         yield f"{mark}{scenario}: {size}\n\n{layout(result_table(results, scenario))}"

@@ -49,22 +49,22 @@ SCENARIOS = (
     Scenario("W2", "cpu", 1, ("floor", *NXD, *PEERS), (SAVE, ASYNC, WARM, COLD), quick=True),
     Scenario("W3", "cpu", 1, ("floor", "nxd_ckpt", *PEERS), (SAVE, ASYNC, WARM), quick=True),
     Scenario("W1", "xla", 1, XLA, (SAVE, ASYNC, WARM)),
-    Scenario("W2", "xla", 1, XLA, (SAVE, ASYNC, WARM), quick=True),
+    Scenario("W2", "xla", 1, XLA, (SAVE, ASYNC, WARM)),
     Scenario("W3", "xla", 1, ("floor", "nxd_ckpt", "torch DCP"), (ASYNC, WARM)),
     Scenario("W1", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     Scenario("W2", "cpu", 2, ("floor", *NXD, "torch DCP"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
-    Scenario("W3", "cpu", 2, ("nxd_ckpt", "torch DCP", "OLMo-core"), (SAVE, WARM), scale=1 / 2, quick=True),
+    Scenario("W3", "cpu", 2, ("nxd_ckpt", "torch DCP", "OLMo-core"), (SAVE, WARM), scale=1 / 2),
     Scenario("W1", "xla", 2, ("nxd_ckpt", "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     Scenario("W2", "xla", 2, (*NXD, "torch-xla xser"), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     Scenario("W3", "xla", 2, ("nxd_ckpt",), (SAVE, ASYNC, WARM), scale=1 / 4, other_rounds=3),
     Scenario("W1", "fsdp2", 2, FSDP2, (SAVE, ASYNC, WARM), scale=1 / 2, quick=True),
-    Scenario("W3", "fsdp2", 2, FSDP2, (SAVE, ASYNC, WARM), scale=1 / 2, quick=True),
-    *(Scenario(f"{count} tiny", "cpu", 1, TINY, (ASYNC,), quick=count == "100k") for count in ("25k", "50k", "100k")),
+    Scenario("W3", "fsdp2", 2, FSDP2, (SAVE, ASYNC, WARM), scale=1 / 2),
+    *(Scenario(f"{count} tiny", "cpu", 1, TINY, (ASYNC,)) for count in ("25k", "50k", "100k")),
     *(Scenario(f"{count} tiny, module", "cpu", 1, TINY, (ASYNC,)) for count in ("25k", "50k", "100k")),
 )
 
 SCALE, ROUNDS = 1 / 2, 5
 """Of an ordinary run: some 17 minutes."""
 
-QUICK_SCALE, QUICK_ROUNDS = 1 / 8, 3
+QUICK_SCALE, QUICK_ROUNDS = 1 / 16, 3
 """Of one with ``--quick``."""
