@@ -43,6 +43,9 @@ NOT_SIMULATED = ("nxd_ckpt.coordination.peers",)
 # They read and write files of checkpoints: nothing in them knows an object of a training.
 OFFLINE = ("tag", "reshard", "hugging_face", "output", "conversion", "migrate")
 
+# What looks at tags, checks, copies, keeps and removes them runs where there is no torch: folders, and modules.
+WITHOUT_TORCH = ("cli", "commit", "storage", "tiers", "prune", "conversion.cp", "tag.listing", "tag.verify")
+
 DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
 MAY_USE_DEVICE = ("live", "emulation", "testing")  # testing: the self-test trains on it
 MAY_USE_DEVICE_AT_IMPORT = ("emulation",)
@@ -153,15 +156,35 @@ def test_every_module_respects_the_layers() -> None:
     assert [] == found, "\n".join(found)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Also inside one layer, imports at import time form no cycle."""
+def _graph() -> dict[str, set[str]]:
+    """What each module imports at import time."""
     modules = _modules()
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
         imports = _imports_of(path.read_text(), module, path.name == "__init__.py")
         targets = {found.target for found in imports if found.at_import_time}
-        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in targets} - {module}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+        graph[module] = {name if name in modules else name.rpartition(".")[0] or name for name in targets} - {module}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also inside one layer, imports at import time form no cycle."""
+    TopologicalSorter(_graph()).prepare()  # raises CycleError, which names the circle
+
+
+def test_what_looks_at_tags_imports_no_torch() -> None:
+    """Neither does anything that it imports when it is imported."""
+    graph = _graph()
+    below = tuple(f"nxd_ckpt.{name}" for name in WITHOUT_TORCH)
+    roots = [module for module in graph if f"{module}.".startswith(tuple(f"{name}." for name in below))]
+    reached, ways = set(roots), {root: root for root in roots}
+    for module in roots:  # which grows
+        for target in graph.get(module, set()) - reached:
+            reached.add(target)
+            ways[target] = f"{ways[module]} -> {target}"
+            roots.append(target)
+    assert len(roots) > 100
+    assert [] == [way for target, way in ways.items() if target.split(".")[0] == "torch"]
 
 
 @pytest.mark.parametrize(

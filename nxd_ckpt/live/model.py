@@ -351,13 +351,10 @@ class ModuleModel(ModelAdapter):
             )
 
     def _state_with_identity(self, root: Any) -> dict[str, Any]:
-        """Return the state dict of ``root``, with parameters and buffers themselves in place of detached ones.
-
-        A wrapper's own ``state_dict`` may not know ``keep_vars``, or not pass it on.
-        """
+        """Return the state dict of ``root``, with parameters and buffers themselves in place of detached ones."""
         try:
             state = root.state_dict(keep_vars=True)
-        except TypeError:
+        except TypeError:  # a wrapper's own may not know it, or not pass it on
             state = root.state_dict()
         own = self._own_by_name if root is self._model else _own(root)
         return {name: own[name] if _is_detached(value, own.get(name)) else value for name, value in state.items()}

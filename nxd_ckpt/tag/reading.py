@@ -242,7 +242,9 @@ class LeafReader(Closing):
 
     def take_kept(self, leaf: Leaf, out: torch.Tensor) -> bool:
         """Fill ``out``, as `read_into` does, from a file that was verified whole and is kept; return whether it was."""
-        kept = self._files.kept(leaf.file) if isinstance(leaf, TensorStub) and leaf.is_contiguous else None
+        if not isinstance(leaf, TensorStub) or not leaf.is_contiguous:
+            return False
+        kept = self._files.kept(leaf.file)
         if kept is None:
             return False
         memory = _memory_for(leaf, out)

@@ -91,7 +91,7 @@ def test_a_contestant_that_fails_is_a_row_and_a_failure(tmp_path: Path) -> None:
 def test_a_quick_run_reports_ratios_only(tmp_path: Path) -> None:
     """Seconds of so few bytes mislead; what failed is named all the same."""
     about = {"scenario": "W1 cpu 1p", "measure": SAVE}
-    rows = [{**about, "contestant": "nxd_ckpt", "values": [1.5]}, {**about, "contestant": "x", "missing": "OSError: no"}]
+    rows = [about | {"contestant": "nxd_ckpt", "values": [1.5]}, about | {"contestant": "x", "missing": "OSError: no"}]
     (tmp_path / "a.json").write_text(json.dumps({"about": {}, "sizes": {"W1 cpu 1p": [0, 0]}, "rows": rows}))
     done = bench(tmp_path, "--quick", f"--from-json={tmp_path / 'a.json'}")
     assert 1 == done.returncode
