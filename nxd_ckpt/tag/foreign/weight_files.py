@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from nxd_ckpt.core import document
-from nxd_ckpt.core.names import parse
 from nxd_ckpt.core.other_files import known_by_name
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
@@ -49,6 +48,8 @@ _KINDS = (
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of the names of files that torch.save wrote."""
 WEIGHT_FILES = (".safetensors", *OF_TORCH)
+_OF_RANKS = re.compile(r"(full_)?[dt]p_rank_\d|tensor_\d")
+"""Names of ranks' files of a tag."""
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 """PEFT's files of an adapter."""
 
@@ -80,7 +81,7 @@ def has_weights(names: Iterable[str]) -> bool:
 
 def torch_files(names: Iterable[str]) -> list[str]:
     """Return the files of torch.save; without ranks' files of a tag, and those that are called as another's copy."""
-    found = sorted(name for name in names if name.endswith(OF_TORCH) and parse(name) is None)
+    found = sorted(name for name in names if name.endswith(OF_TORCH) and not _OF_RANKS.match(name))
     return [name for name in found if not name.startswith("latest")] or found
 
 
