@@ -72,6 +72,14 @@ class Mesh:
     def _places(self) -> dict[int, int]:
         return {rank: place for place, rank in enumerate(self.ranks)}
 
+    def of_stack(self, rank: int) -> Mesh | None:
+        """Return the mesh with the rank, in a stack of meshes over the first dimension; None if it is in none."""
+        place, size = self._places.get(rank), prod(self.shape[1:])
+        if place is None or len(self.shape) < 2:
+            return None
+        first = place // size * size
+        return Mesh(self.names[1:], self.shape[1:], self.ranks[first : first + size])
+
     def describe(self) -> str:
         """Return ``fsdp=2 tp=4``."""
         dimensions = zip(self.names, self.shape, strict=True)

@@ -85,8 +85,20 @@ def _adapter(
         return OwnFormOptimizer(optimizer, own_form, names)
     if not hasattr(optimizer, "param_groups"):
         raise InvalidArgument(f"optimizer= {_EXPECTED}, found a {type(optimizer).__name__}, which has no param_groups")
-    on_meshes = any(is_dtensor(parameter) for parameter, _ in flat_parameters(optimizer.param_groups))
+    parameters = [parameter for parameter, _ in flat_parameters(optimizer.param_groups)]
+    if not zero1_optimizer and any(map(_is_piece, parameters)):
+        raise UnsupportedState(
+            "optimizer: its parameters are FSDP1's (FullyShardedDataParallel with use_orig_params=True), of which each "
+            "rank has other pieces: use fully_shard (FSDP2), whose optimizer is saved as it is, or pass what "
+            "FullyShardedDataParallel.optim_state_dict() returns on all ranks as user_content="
+        )
+    on_meshes = any(map(is_dtensor, parameters))
     return PlainOptimizer(optimizer, names, topology.tp, model=model, sharded=zero1_optimizer and not on_meshes)
+
+
+def _is_piece(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP1 put a rank's piece of the parameter into a flat one, and left it in its place."""
+    return hasattr(parameter, "_fsdp_flattened") and not hasattr(parameter, "_is_flat_param")
 
 
 def _open_several(

@@ -93,6 +93,21 @@ def is_in(part: str, name: str) -> bool:
     return name.partition("/")[0] == ("optim" if part == "optimizer" else part)
 
 
+def filtered_name(name: str) -> str:
+    """Return the name that filters know for a value of this name."""
+    part, *rest = name.split("/")
+    if part == "optim":
+        return PARAM_GROUPS if rest[0] == "param_groups" else "/".join((part, *rest[:2]))
+    return part if part == "scheduler" else "/".join((part, *rest[:1]))
+
+
+def how_to_leave_out(name: str) -> str:
+    """Return what to do about a value that no other job can take."""
+    return (
+        f"Load on the ranks and meshes that it was saved on, or leave it out with ignore_keys=[{filtered_name(name)!r}]"
+    )
+
+
 class Container(NamedTuple):
     """A container of which the parts have names of their own."""
 

@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nxd_ckpt.core.mesh import Placed
+from nxd_ckpt.core.mesh import Mesh, Placed
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
 from nxd_ckpt.live.dtensor import described_layout
-from nxd_ckpt.live.state_names import PARAM_GROUPS, is_in, leaf_name, replaced, values_in
+from nxd_ckpt.live.state_names import filtered_name, how_to_leave_out, is_in, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
+
+_NO_MESH = Mesh((), (), ())
+"""Stands for that of a model without DTensors."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """This rank's own values, by name; see save.replicas.Own."""
+    """This rank's own values, by name; see save.replicas.Own. They were saved ``on`` these meshes."""
 
     where: str = ""
     leaves: Mapping[str, Any] = field(default_factory=dict)
     paths: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     meshes: Mapping[str, str] = field(default_factory=dict)
     absent: Sequence[str] = ()
+    on: Set[Mesh] = frozenset()
+    _live: set[Mesh] = field(default_factory=set)
 
     def put_into(
         self, part: str, tree: Any, parameters: Sequence[str] | None, placed: Mapping[Path, Placed] | None = None
     ) -> Any:
         """Return the ``tree`` of a part with this rank's own values.
 
-        Raises IncompatibleState for a tensor of another form, or ``placed`` on another mesh.
+        Model and optimizer, which are ``placed``, come first.
+
+        Raises IncompatibleState for a tensor of another form, or on another mesh.
         """
+        live = {each.layout.mesh for each in (placed or {}).values()}
+        self._live.update(live or ([_NO_MESH] if part == "model" else []))
         own = {name: leaf for name, leaf in self.leaves.items() if is_in(part, name)}
         absent = [name for name in self.absent if is_in(part, name)]
         if not own and not absent:
             return tree
+        if not self._live <= self.on:
+            raise IncompatibleState(
+                f"{self.where}: {first_of([*own, *absent])} differed between the ranks that saved it on "
+                f"{_described(self.on)}, and each rank's own was saved; this job is on {_described(self._live)}, and "
+                f"nothing tells whose it takes. {how_to_leave_out(min([*own, *absent]))}"
+            )
         at = {leaf_name(part, path, parameters): path for path, _ in iter_tensors(tree)}
         tensors = dict(iter_tensors(tree))
         at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
@@ -55,23 +70,8 @@ class RankState:
         if self.meshes.get(name) != mesh or form_of(own) != form_of(leaf):
             raise IncompatibleState(
                 f"{self.where}: {name} differed between the ranks that saved it, and each rank's own was saved, here "
-                f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. {_advice(name)}"
+                f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. {how_to_leave_out(name)}"
             )
-
-
-def _advice(name: str) -> str:
-    return (
-        "Load on the ranks and meshes that it was saved on, or leave it out with "
-        f"ignore_keys=[{_filtered_name(name)!r}]"
-    )
-
-
-def _filtered_name(name: str) -> str:
-    """Return the name that filters know for a value of this name."""
-    part, *rest = name.split("/")
-    if part == "optim":
-        return PARAM_GROUPS if rest[0] == "param_groups" else "/".join((part, *rest[:2]))
-    return part if part == "scheduler" else "/".join((part, *rest[:1]))
 
 
 def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Sequence[str]) -> RankState:
@@ -90,7 +90,7 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
         raise IncompatibleState(
             f"{opened.where}: {first_of(names)} differed between the ranks that saved it ({saved.describe()}), and "
             f"each rank's own was saved; this is another job ({topology.describe()}), and nothing tells whose "
-            f"it takes. {_advice(names[0])}"
+            f"it takes. {how_to_leave_out(names[0])}"
         )
     leaves: dict[str, Any] = {}
     paths: dict[str, Sequence[Any]] = {}
@@ -107,9 +107,20 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
         paths |= own["paths"]
         meshes |= own["meshes"]
         absent += [name for name in own["absent"] if name in names]
-    return RankState(opened.where, leaves, paths, meshes, absent)
+    on = {_NO_MESH}
+    if opened.mesh is not None:
+        rank = topology.rank
+        on = (opened.mesh.meshes_of(rank, "model/") or on) | opened.mesh.meshes_of(rank, "optim/")
+    if topology.members is not None:  # in the tag ranks are places among them
+        on = {replace(mesh, ranks=tuple(topology.members[place] for place in mesh.ranks)) for mesh in on}
+    return RankState(opened.where, leaves, paths, meshes, absent, on)
+
+
+def _described(meshes: Set[Mesh]) -> str:
+    """Return ``fsdp=2 tp=4``."""
+    return " and ".join(sorted({mesh.describe() for mesh in meshes})) or "no mesh"
 
 
 def _ignores(filtered: Filter, name: str) -> bool:
     """Return whether a value of this name is left out of the load."""
-    return filtered.ignores(_filtered_name(name))
+    return filtered.ignores(filtered_name(name))

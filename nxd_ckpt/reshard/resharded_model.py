@@ -11,7 +11,8 @@ from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.suggestions import ShapeProblems
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, form_of, is_tensor, iter_tensors
+from nxd_ckpt.formats.plain_digest import digest_of_value
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, form_of, is_tensor, iter_tensors, map_tensors
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.tag.files import MissingTensor
 
@@ -56,8 +57,8 @@ class ReshardedModel:
         if len(stages) == 1:
             return reference
         trees = [self._reference(pp_rank) for pp_rank in stages]
-        digests = [[digest_of(leaf) for _, leaf in iter_tensors(tree[name])] for tree in trees]
-        if any(leaves != digests[0] for leaves in digests):
+        digests = [_digests_of(tree[name]) for tree in trees]
+        if any(digest != digests[0] for digest in digests):
             raise TopologyMismatch(
                 f"model/{name}: pipeline stages {stages} saved different values under this name, so it is ambiguous"
             )
@@ -92,7 +93,7 @@ class ReshardedModel:
         if isinstance(reference, MissingTensor) or context.is_as_saved(name, live):
             return reference
         if live is None or not is_tensor(reference):
-            self._refuse_other_values(name, reference)
+            self._refuse_other_values(name)
             return reference
         dtype, shape = form_of(reference)
         saved, pp_rank = context.saved_spec(name, live, shape), self.stages[name][0]
@@ -129,23 +130,21 @@ class ReshardedModel:
         values = self._context.opened.read(self.saved_by(pp_rank, CutIndex())[name]).flatten()
         return bool((values == values[:1]).all())
 
-    def _refuse_other_values(self, name: str, reference: Any) -> None:
-        """Raise TopologyMismatch if tensors in extra state differ between ranks: nothing describes their cut."""
+    def _refuse_other_values(self, name: str) -> None:
+        """Raise TopologyMismatch if extra state differs between ranks: nothing describes the cut of its tensors."""
         saved = self._context.saved
-        if not any(True for _ in iter_tensors(reference)):
-            return
         pp_rank = self.stages[name][0]
         first = self._digests(name, pp_rank, CutIndex())
         for place in (CutIndex(tp_rank, ep_rank) for ep_rank in range(saved.ep) for tp_rank in range(saved.tp)):
             if self._digests(name, pp_rank, place) != first or None in first:
                 raise TopologyMismatch(
-                    f"model/{name}: holds tensors whose cut is not recorded, and rank (tp {place.tp_rank}, ep "
-                    f"{place.ep_rank}) saved other values than rank 0; load it on the sizes that it was saved on"
+                    f"model/{name}: nothing records how it is cut, and rank (tp {place.tp_rank}, ep {place.ep_rank}) "
+                    "saved other values than rank 0; load it on the sizes that it was saved on, or leave it out with "
+                    f"ignore_keys=['model/{name}']"
                 )
 
     def _digests(self, name: str, pp_rank: int, place: CutIndex) -> list[Any]:
-        value = self.saved_by(pp_rank, place).get(name)
-        return [digest_of(leaf) for _, leaf in iter_tensors(value, (TensorStub, Assembly, MissingTensor))]
+        return _digests_of(self.saved_by(pp_rank, place).get(name))
 
     def _reference(self, pp_rank: int) -> Mapping[str, Any]:
         """Return the tree of the reference rank of this stage."""
@@ -155,3 +154,12 @@ class ReshardedModel:
         if at not in self._trees:  # each name may need more trees than the tag caches
             self._trees[at] = self._context.model_tree(at)
         return self._trees[at]
+
+
+_LEAVES = (TensorStub, Assembly, MissingTensor)
+
+
+def _digests_of(value: Any) -> list[Any]:
+    """Return the digest of each tensor in a value, None for one without, and that of everything else."""
+    digests = [digest_of(leaf) for _, leaf in iter_tensors(value, _LEAVES)]
+    return [*digests, digest_of_value(map_tensors(value, lambda leaf: None, _LEAVES))]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_shape
@@ -15,8 +15,10 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP, restore_types
+from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, form_of, is_tensor, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, digest_of, form_of, is_tensor, iter_tensors
+from nxd_ckpt.live.state_names import PARAM_GROUPS, how_to_leave_out
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, SavedOptimizer, SavedSlot, saved_optimizer
@@ -39,6 +41,14 @@ class _SavedParameter:
     slot: SavedSlot
 
 
+class _Holder(NamedTuple):
+    """A saving rank: the place of its parts, its optimizer, and what it has of one parameter."""
+
+    place: CutIndex
+    optimizer: SavedOptimizer
+    slot: SavedSlot
+
+
 class ReshardedOptimizer:
     """The optimizer of a tag; ``model`` is the model of the same tag. Reads trees only, each once."""
 
@@ -47,7 +57,8 @@ class ReshardedOptimizer:
         self._names = names
         self._model = model
         self._saved: dict[Coordinates, SavedOptimizer] = {}
-        self._compared: set[str] = set()
+        self._compared: set[Any] = set()
+        self._holders: dict[Any, list[_Holder]] = {}
 
     @cached_property
     def stages(self) -> dict[int, Mapping[str, SavedSlot]]:
@@ -119,7 +130,7 @@ class ReshardedOptimizer:
         for index, (slot, saved) in enumerate(zip(slots, matches, strict=True)):
             if saved is None:
                 continue
-            self._refuse_entries_elsewhere(slot, saved)
+            self._refuse_differences(slot, saved, ignores)
             keys = [key for key in saved.slot.state if not ignores(f"optim/{slot.name}/{key}")]
             state = {key: self._entry(slot, saved, key) for key in keys}
             if saved.slot.master is not None and MASTER_WEIGHTS in state:
@@ -143,12 +154,16 @@ class ReshardedOptimizer:
     def slot(self, name: str, spec: ParameterSpec) -> SavedSlot | None:
         """Return the saved slot of the parameter ``spec``; None if the optimizer had no such parameter.
 
-        Raises IncompatibleState if some of its shards have more state than others.
+        Raises IncompatibleState if some ranks have more state than others, or other options.
         """
         saved = self._match(name)
         if saved is None:
             return None
-        self._refuse_entries_elsewhere(OptimizerSlot(name, self._context.live_spec(name, spec)), saved)
+        own = OptimizerSlot(name, self._context.live_spec(name, spec))
+        self._refuse_differences(own, saved)
+        for key, value in saved.slot.entries.items():
+            if not is_tensor(value):  # which a caller may take as it is
+                self._refuse_other_entry(own, saved, key)
         return saved.slot
 
     def entry(self, name: str, key: str, spec: ParameterSpec) -> Assembly | None:
@@ -176,7 +191,15 @@ class ReshardedOptimizer:
         return [self._leaf_at(saved, place, key) for place in dict.fromkeys(read.holder for read in reads)]
 
     def _entry(self, slot: OptimizerSlot, saved: _SavedParameter, key: str) -> Any:
-        """Return one entry of a parameter's state: recut if shaped like the parameter, else as saved."""
+        """Return one entry of a parameter's state: recut if shaped like the parameter, else as saved.
+
+        Raises IncompatibleState if ranks that should have it alike differ.
+        """
+        entry = self._recut(slot, saved, key)
+        self._refuse_other_entry(slot, saved, key)
+        return entry
+
+    def _recut(self, slot: OptimizerSlot, saved: _SavedParameter, key: str) -> Any:
         context, name, reference = self._context, f"optim/{slot.name}/{key}", saved.slot.state[key]
         if key == STEP:
             return reference
@@ -224,19 +247,79 @@ class ReshardedOptimizer:
             shard=slot.shard,
         )
 
-    def _refuse_entries_elsewhere(self, slot: OptimizerSlot, saved: _SavedParameter) -> None:
-        """Raise IncompatibleState if another rank saved state that the reference rank did not.
+    def _holders_of(self, slot: OptimizerSlot, saved: _SavedParameter) -> list[_Holder]:
+        """Return the ranks that saved parts or copies of the parameter, of those that this rank compares.
 
-        Experts may differ: each is a parameter of its own.
+        These are the first one, those at its place, so that all ranks together compare all, and one of each stage.
         """
-        mine = saved.slot.filled
-        whole = saved.slot.shape
-        if whole is None or (mine and len(mine) == len(saved.slot.entries)):
-            return
-        for place in {read.holder for read in self._reads(slot, saved, whole)}:
-            extra = self._saved_by(self._at(saved, place)).slots.get(saved.name, saved.slot).filled - mine
-            if extra:
+        sizes, live, shards = self._context.saved, self._context.live, self._shards(saved.slot)
+        key = saved.pp_rank, saved.name, slot.shards, slot.shard
+        if key not in self._holders:
+            numbers = [
+                _overlapping(sizes.tp, live.tp, live.tp_rank, live.tp_rank if sizes.tp == live.tp else 0),
+                _overlapping(sizes.ep, live.ep, live.ep_rank, live.ep_rank if sizes.ep == live.ep else 0),
+                _overlapping(shards, slot.shards, slot.shard, 0),
+            ]
+            places = [CutIndex(*place) for place in product(*numbers)]
+            found = {self._at(saved, place): place for place in places}
+            found |= {self._at(replace(saved, pp_rank=stage), places[0]): places[0] for stage in self.stages}
+            holders = ((place, self._saved_by(at)) for at, place in found.items())
+            self._holders[key] = [
+                _Holder(*own, own[1].slots[saved.name]) for own in holders if saved.name in own[1].slots
+            ]
+        return self._holders[key]
+
+    def _refuse_other_entry(self, slot: OptimizerSlot, saved: _SavedParameter, key: str) -> None:
+        holders = self._holders_of(slot, saved)
+        if len(holders) > 1:
+            spec = self._context.saved_spec(slot.name, slot.spec, saved.slot.likely_shape)
+            values = ((self._part(own, spec, key), own.slot.state.get(key)) for own in holders)
+            self._refuse_other_values(f"optim/{slot.name}/{key}", values)
+
+    def _part(self, holder: _Holder, spec: ParameterSpec, key: str) -> Any:
+        """Return what the holder's entry is, equal for holders that have it alike; None if that is not known."""
+        value, place = holder.slot.state.get(key), holder.place
+        if key == STEP or not is_tensor(value) or not self.is_shaped_like(holder.slot, form_of(value)[1]):
+            return key
+        pieces = spec.partition.pieces(spec.shape, place.tp_rank, self._context.saved.tp, place.ep_rank)
+        return pieces and (pieces, place.shard)
+
+    def _refuse_differences(
+        self, slot: OptimizerSlot, saved: _SavedParameter, ignores: Covers = _covers_nothing
+    ) -> None:
+        """Raise IncompatibleState if ranks saved state that the reference rank has not, or other options or values."""
+        holders = self._holders_of(slot, saved)
+        for holder in holders:
+            extra = holder.slot.filled - saved.slot.filled
+            if extra and not ignores(f"optim/{slot.name}/{min(extra)}"):
                 raise self._saved_by_some(saved, ", ".join(sorted(extra)), self._context.near(saved.pp_rank))
+        group = saved.pp_rank, saved.slot.group, saved.slot.expert
+        if len(holders) < 2 or (group in self._compared and len(self.stages) == 1):
+            return
+        self._compared.add(group)
+        listed = [self._values_of(holder, ignores) for holder in holders]
+        for name in dict.fromkeys(name for values in listed for name in values):
+            self._refuse_other_values(name, ((name, values.get(name, Ellipsis)) for values in listed))
+
+    def _values_of(self, holder: _Holder, ignores: Covers) -> dict[str, Any]:
+        """Return the options of a holder's group, and what belongs to no parameter, by name."""
+        options = {} if ignores(PARAM_GROUPS) else holder.slot.options
+        values = {f"{PARAM_GROUPS}/{holder.slot.group}/{key}": value for key, value in options.items()}
+        values |= {f"optim/{key}": value for key, value in holder.optimizer.own.items()}
+        general = {f"optim/state/{key}": value for key, value in holder.optimizer.general.items()}
+        return values | {name: value for name, value in general.items() if not ignores(name)}
+
+    def _refuse_other_values(self, name: str, values: Iterable[tuple[Any, Any]]) -> None:
+        """Raise IncompatibleState if two ranks have other values of the same part."""
+        first: dict[Any, Any] = {}
+        for part, value in values:
+            digest = digest_of(value) if is_tensor(value) else digest_of_value(by_digest(value))
+            if None not in (part, digest) and first.setdefault(part, digest) != digest:
+                sizes, live = self._context.saved.describe(), self._context.live.describe()
+                raise IncompatibleState(
+                    f"{self._context.opened.where}: {name} differed between the ranks that saved it ({sizes}), and "
+                    f"nothing tells whose this job ({live}) takes. {how_to_leave_out(name)}"
+                )
 
     def refuse_partial(self, name: str, experts: int) -> None:
         """Raise IncompatibleState unless all ranks saved the same kinds of state, replicas and ``experts`` too."""
@@ -328,8 +411,7 @@ class ReshardedOptimizer:
         return groups
 
     def _refuse_other_options(self, number: int, first: SavedSlot, other: SavedSlot) -> None:
-        is_same_group = (first.group, first.expert) == (other.group, other.expert)
-        options = set() if is_same_group else {*first.options, *other.options}
+        options = set() if first.options is other.options else {*first.options, *other.options}
         keys = sorted(name for name in options if not _equal(first.options.get(name), other.options.get(name)))
         if keys:
             values = first.options.get(keys[0]), other.options.get(keys[0])
@@ -382,6 +464,11 @@ class ReshardedOptimizer:
             prefix, shape = self._names.prefix(context, at), context.recorded_shape
             self._saved[at] = saved_optimizer(tree, names, prefix, shape, opened.where)
         return self._saved[at]
+
+
+def _overlapping(parts: int, others: int, rank: int, first: int) -> list[int]:
+    """Return ``first``, and those of equal ``parts`` of a whole that overlap the part ``rank`` of ``others``."""
+    return list(dict.fromkeys((first, *range(rank * parts // others, -(-(rank + 1) * parts // others)))))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -132,13 +132,14 @@ def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
     return [
         SavedSlot(
             number,
-            options_of(group),
+            options,
             state.get(index, {}),
             masters.get(index),
             tuple(shapes[index]) if index in shapes else None,
             expert,
         )
         for number, group in enumerate(tree["param_groups"])
+        for options in [options_of(group)]
         for index in group["params"]
     ]
 

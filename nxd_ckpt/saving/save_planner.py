@@ -158,6 +158,11 @@ class Planner:
     def _planned(self, state: SaveState) -> SavePlan:
         """Plan a save of another structure than the last one's. Raises UnsupportedState for what no load would take."""
         if state.optimizer is not None:
+            if not state.optimizer.tree:
+                raise UnsupportedState(
+                    "optimizer: an empty dict on this rank. A state dict that was gathered on one rank "
+                    "(rank0_only=True) is not there on the others: gather it on all, or save it as user_content="
+                )
             try:
                 checked_optimizer(state.optimizer.tree, "optimizer")
             except MalformedFile as error:

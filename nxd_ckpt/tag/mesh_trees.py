@@ -91,6 +91,11 @@ class MeshTrees:
         layouts = (layout for leader in self.leaders for layout in self._record(leader).layouts)
         return list(dict.fromkeys(layout.mesh for layout in layouts if len(layout.mesh.shape) > 1))
 
+    def meshes_of(self, rank: int, part: str) -> set[Mesh]:
+        """Return the meshes that the global ``rank`` was in, of the tensors whose names begin with ``part``."""
+        meshes = {layout.mesh for layout in self.layouts(part).values()}
+        return {own for mesh in meshes if (own := mesh.of_stack(rank)) is not None}
+
     def layouts(self, part: str) -> dict[str, Layout]:
         """Return the layouts of the tensors whose names begin with ``part``, by the rest of the name.
 
@@ -116,12 +121,13 @@ class MeshTrees:
         ]
 
     def _named(self, leader: int) -> dict[str, Any]:
-        """Return what a group saved by name: entries of its model, and the state of its optimizer's parameters."""
+        """Return what a group saved by name: entries of its model, and the state of its optimizer."""
         named: dict[str, Any] = {}
         if self.files.has(names.structure_file(names.MODEL_DIR, leader)):
             named |= {f"model/{name}": value for name, value in self._tree(names.MODEL_DIR, leader).items()}
         if self.files.has(names.structure_file(names.OPTIMIZER_DIR, leader)):
             state = self._tree(names.OPTIMIZER_DIR, leader)["state"]
+            named |= {f"optim/state/{key}": value for key, value in state.items() if isinstance(key, str)}
             for number, name in enumerate(self.index(leader).optimizer_names or ()):
                 named |= {f"optim/{name}/{entry}": value for entry, value in state.get(number, {}).items()}
         return named

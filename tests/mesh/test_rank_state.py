@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, open_checkpoint
-from nxd_ckpt.errors import OptimizerMismatch, RanksDisagree
+from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, RanksDisagree
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -152,6 +152,60 @@ def kept_numbers(rank: int, directory: Path, async_save: bool) -> list[str]:
                     lost.append(f"{name}, {tag}: {_numbers_of(fresh)}, expected {_numbers_of(optimizer)}")
             put(optimizer, 3.0)
     return lost
+
+
+OWN: dict[str, Any] = {
+    "model/seen": lambda model, optimizer, scheduler: model.get_buffer("seen").add_(1),
+    "optim/param_groups/0/lr": lambda model, optimizer, scheduler: optimizer.param_groups[0].update(lr=0.5),
+    "optim/state/total": lambda model, optimizer, scheduler: optimizer.state.update(total=2),
+    "scheduler/last_epoch": lambda model, optimizer, scheduler: vars(scheduler).update(last_epoch=7),
+}
+"""What one rank has, by the name of it; none of it lies on a mesh."""
+
+
+def _scheduled(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[torch.nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 8)
+    model.register_buffer("seen", torch.zeros(2))
+    if shape:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["total"] = 1  # type: ignore[index, assignment]
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def own_on_another_mesh(rank: int, directory: Path) -> list[tuple[str, str]]:
+    """What loads of OWN, which ranks 1 and 3 have, say on the mesh of the save, and on others of as many ranks."""
+    said = []
+    for number, (name, change) in enumerate(OWN.items()):
+        objects = _scheduled((2, 2), ("replicas", "shards"))
+        if rank % 2:
+            change(*objects)
+        with Checkpointer(directory) as checkpointer:
+            checkpointer.save(number, *objects)
+            for shape, names in (
+                ((2, 2), ("replicas", "shards")), ((2, 2), ("shards", "replicas")), ((4,), ("shards",)), ((), ())
+            ):  # fmt: skip
+                others = _scheduled(shape, names)
+                try:
+                    checkpointer.load(number, *others)
+                    text = "loaded"
+                except IncompatibleState as error:
+                    text = str(error)
+                said.append((name, text))
+            filtered = {"scheduler/last_epoch": "scheduler", "optim/param_groups/0/lr": "optim/param_groups"}
+            checkpointer.load(number, *others, ignore_keys=[filtered.get(name, name)])
+    return said
+
+
+def test_what_one_rank_has_is_refused_on_another_mesh(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Of as many ranks: of a tensor-parallel group, or a stage, it is another's there."""
+    for said in gloo_ranks.run(own_on_another_mesh, tmp_path):
+        assert ["loaded", *["refused"] * 3] * len(OWN) == [
+            "refused" if f"{name} differed between the ranks that saved it on replicas=2 shards=2" in text else text
+            for name, text in said
+        ]
 
 
 def _numbers_of(optimizer: LocalMoments) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from nxd_ckpt import Checkpointer
@@ -144,3 +145,29 @@ def test_an_optimizer_of_other_parameters_is_refused(gloo_ranks: RankPool, tmp_p
     found = gloo_ranks.run(with_strange_optimizer, tmp_path, load)
     assert {("OptimizerMismatch", True)} == {(kind, same) for kind, _, same in found}, found
     assert all("is not one of the model's" in message for _, message, _ in found), found
+
+
+def of_fsdp1(rank: int, directory: Path) -> list[str]:
+    """What saves of FSDP1's optimizer, and of state dicts that rank 0 gathered, say."""
+    wrapped: Any = FullyShardedDataParallel(jobs.net(), use_orig_params=True, device_id=torch.device("cpu"))
+    there = {"w": torch.ones(2)} if rank == 0 else {}
+    gathered: Any = {"state": {}, "param_groups": [{"params": [0]}]} if rank == 0 else {}
+    said = []
+    with Checkpointer(directory) as checkpointer:
+        for objects in ({"model": wrapped}, {"optimizer": jobs.adamw(wrapped)}, {"model": there},
+                        {"optimizer": gathered}):  # fmt: skip
+            try:
+                checkpointer.save("t", **objects)
+            except CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_fsdp1_cuts_is_refused_with_what_to_do(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Flat parameters, pieces of a rank's own, and dicts that one rank has."""
+    for model, optimizer, there, gathered in gloo_ranks.run(of_fsdp1, tmp_path):
+        assert "FSDP1" in model
+        assert "optimizer: its parameters are FSDP1's" in optimizer
+        assert "use fully_shard (FSDP2)" in optimizer
+        assert "gather it on all" in there
+        assert "optimizer: an empty dict on this rank" in gathered

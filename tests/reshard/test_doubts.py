@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import nxd_ckpt
 from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
 from tests.interop.saving import save_as_every_rank
+from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -163,7 +165,7 @@ def test_tensors_inside_extra_state_load_where_all_ranks_agree(tmp_path: Path) -
             load_checkpoint(directory, "tag", other, topology=Topology())
             assert [0.0, 0.0] == other["stats"]["seen"].tolist()
         else:
-            with pytest.raises(errors.TopologyMismatch, match="stats: holds tensors whose cut is not recorded"):
+            with pytest.raises(errors.TopologyMismatch, match="stats: nothing records how it is cut"):
                 load_checkpoint(directory, "tag", other, topology=Topology())
 
 
@@ -172,6 +174,111 @@ def test_one_name_on_two_stages_must_mean_one_tensor(tmp_path: Path) -> None:
     save(tmp_path, Topology(pp=2), lambda rank: {"model": {"shared": torch.full((2,), float(rank))}})
     live = Model({"shared": torch.zeros(2)})
     refuse(tmp_path, errors.TopologyMismatch, r"shared: pipeline stages \[0, 1\]", live, topology=Topology())
+
+
+def _lr(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def _step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.get_parameter("w")]["step"] += 1
+
+
+def _moment(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.get_parameter("norm")]["exp_avg"][0] += 1
+
+
+def _value(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.get_parameter("norm")]["seen"] = {"tokens": [1]}
+
+
+def _general(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state["all"] = {"noise": torch.ones(2), "count": 1}  # type: ignore[index, assignment]
+
+
+DRIFTS = {
+    "optim/param_groups/0/lr": _lr,
+    "optim/w/step": _step,
+    "optim/norm/exp_avg": _moment,
+    "optim/norm/seen": _value,
+    "optim/state/all": _general,
+}
+"""Changes of what ranks that hold other parts of the model should have alike."""
+
+GROUPS: dict[str, tuple[Topology, Callable[[int], bool]]] = {
+    "tp": (Topology(dp=2, tp=2), lambda rank: rank % 2 == 1),
+    "ep": (Topology(dp=4, ep=2), lambda rank: rank % 2 == 1),
+    "pp": (Topology(dp=2, pp=2), lambda rank: rank > 1),
+    "none": (Topology(dp=2, tp=2), lambda rank: False),
+}
+
+
+def _drifting(topology: Topology, changes: Callable[[int], bool], drift: Any) -> Callable[[int], dict[str, Any]]:
+    """What each rank saves: "w" is cut over tp, if there is any; pipeline stages have both names."""
+
+    def what(rank: int) -> dict[str, Any]:
+        tp = topology.tp
+        cut = torch.full((2, 2), 1.0 + rank % tp)
+        model = Model({"w": cut, "norm": torch.ones(2)}, {"w": columns(2)} if tp > 1 else {})
+        optimizer = adam(model, 10.0)
+        optimizer.state[model.get_parameter("norm")]["seen"] = {"tokens": [0]}
+        optimizer.state["all"] = {"noise": torch.zeros(2), "count": 1}  # type: ignore[index, assignment]
+        if changes(rank):
+            drift(model, optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    return what
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_groups_of_ranks_should_have_alike_is_compared(tmp_path: Path, group: str, name: str) -> None:
+    """On other sizes neither is taken, and the message says how to leave it out; on their own each comes back."""
+    topology, changes = GROUPS[group]
+    what = _drifting(topology, changes, DRIFTS[name])
+    save(tmp_path, topology, what)
+    rows = 2 * topology.tp
+    live = Model({"w": torch.zeros(rows, 2), "norm": torch.zeros(2)}, {"w": columns(1)} if topology.tp > 1 else {})
+    if group != "none":
+        refuse(tmp_path, errors.IncompatibleState, f"(?s){name} differed.*ignore_keys", live, adam(live))
+        with pytest.raises(errors.IncompatibleState, match=name):
+            nxd_ckpt.convert(tmp_path / "tag", tmp_path / "whole", to="dcp")
+    left_out = {"optim/param_groups/0/lr": "optim/param_groups"}.get(name, name)
+    load_checkpoint(tmp_path, "tag", live, adam(live), ignore_keys=[] if group == "none" else [left_out])
+    for rank in range(topology.world_size):
+        saved = what(rank)
+        same = Model({"w": torch.zeros(2, 2), "norm": torch.zeros(2)}, {"w": columns(2)} if topology.tp > 1 else {})
+        optimizer = adam(same)
+        load_checkpoint(tmp_path, "tag", same, optimizer, topology=topology.at(rank))
+        assert None is difference(saved["optimizer"].state_dict(), optimizer.state_dict())
+
+
+def test_stages_with_other_rates_are_not_joined(tmp_path: Path) -> None:
+    """Each stage has parameters of its own, in its first group: one live group has one rate."""
+
+    def what(rank: int) -> dict[str, Any]:
+        model = Model({f"w{rank}": torch.ones(2)})
+        optimizer = adam(model, 10.0)
+        optimizer.param_groups[0]["lr"] = 0.1 + rank
+        return {"model": model, "optimizer": optimizer}
+
+    save(tmp_path, Topology(pp=2), what)
+    live = Model({"w0": torch.zeros(2), "w1": torch.zeros(2)})
+    refuse(tmp_path, errors.OptimizerMismatch, "options differ: lr", live, adam(live))
+    apart = torch.optim.AdamW([{"params": [one]} for one in live.parameters()])
+    load_checkpoint(tmp_path, "tag", live, apart)
+    assert [0.1, 1.1] == [group["lr"] for group in apart.param_groups]
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=2), Topology(dp=2, ep=2), Topology(pp=2)], ids=["tp", "ep", "pp"])
+def test_values_of_the_model_that_differ_are_not_taken_from_one_rank(tmp_path: Path, topology: Topology) -> None:
+    """Extra state without tensors, as with them."""
+    save(tmp_path, topology, lambda rank: {"model": {"stats": {"epoch": rank}, "all": {"epoch": 7}}})
+    with pytest.raises(errors.TopologyMismatch, match=r"model/stats: .*(other|different) values"):
+        load_checkpoint(tmp_path, "tag", {}, topology=Topology())
+    other: dict[str, Any] = {}
+    load_checkpoint(tmp_path, "tag", other, topology=Topology(), ignore_keys=["model/stats"])
+    assert {"all": {"epoch": 7}} == other
 
 
 def test_partitions_for_an_empty_dict_are_those_of_its_ranks(tmp_path: Path) -> None:
