@@ -9,6 +9,9 @@ from fnmatch import translate
 IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
 """A choice of names to leave out: a glob, several, or a function from all names to those left out."""
 
+PARAM_GROUPS = "optim/param_groups"
+"""Name of the options of all param groups."""
+
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -62,6 +65,21 @@ def with_emptied_parents(chosen: Iterable[str], names: Iterable[str]) -> set[str
     chosen = {*chosen}
     kept = paths(name for name in names if chosen.isdisjoint(_lineage(name)))
     return chosen | (paths(chosen) - kept)
+
+
+def filtered_name(name: str) -> str:
+    """Return the name that filters know for a value of this name."""
+    part, *rest = name.split("/")
+    if part == "optim":
+        return PARAM_GROUPS if rest[0] == "param_groups" else "/".join((part, *rest[:2]))
+    return part if part == "scheduler" else "/".join((part, *rest[:1]))
+
+
+def how_to_leave_out(name: str) -> str:
+    """Return what to do about a value that no other job can take."""
+    return (
+        f"Load on the ranks and meshes that it was saved on, or leave it out with ignore_keys=[{filtered_name(name)!r}]"
+    )
 
 
 def _lineage(name: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.filtering import PARAM_GROUPS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
@@ -30,7 +31,7 @@ from nxd_ckpt.live.optimizer_state import (
 )
 from nxd_ckpt.live.optimizer_types import if_known, parameter_names
 from nxd_ckpt.live.parameters import own_stride
-from nxd_ckpt.live.state_names import PARAM_GROUPS, put_back, state_entries
+from nxd_ckpt.live.state_names import put_back, state_entries
 
 
 class DictOptimizer(OptimizerAdapter):

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nxd_ckpt.core.filtering import PARAM_GROUPS
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
 from nxd_ckpt.formats.tensors import Path, children_of, iter_tensors
 from nxd_ckpt.live.named import OBJECTS
-
-PARAM_GROUPS = "optim/param_groups"
-"""Name of the options of all param groups."""
 
 SECTIONS = ("state", "base_state", MASTERS)
 """Keys of a state dict under which state is by the indices of parameters."""
@@ -91,21 +89,6 @@ def leaf_name(part: str, path: Path, names: Sequence[str] | None) -> str:
 def is_in(part: str, name: str) -> bool:
     """Return whether this is the name of something in a ``part``."""
     return name.partition("/")[0] == ("optim" if part == "optimizer" else part)
-
-
-def filtered_name(name: str) -> str:
-    """Return the name that filters know for a value of this name."""
-    part, *rest = name.split("/")
-    if part == "optim":
-        return PARAM_GROUPS if rest[0] == "param_groups" else "/".join((part, *rest[:2]))
-    return part if part == "scheduler" else "/".join((part, *rest[:1]))
-
-
-def how_to_leave_out(name: str) -> str:
-    """Return what to do about a value that no other job can take."""
-    return (
-        f"Load on the ranks and meshes that it was saved on, or leave it out with ignore_keys=[{filtered_name(name)!r}]"
-    )
 
 
 class Container(NamedTuple):

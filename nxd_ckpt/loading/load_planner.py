@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.filtering import PARAM_GROUPS
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
 from nxd_ckpt.core.renaming import NOT_LIVE
@@ -28,7 +29,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, is_tensor
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter
 from nxd_ckpt.live.optimizer_types import check_class
-from nxd_ckpt.live.state_names import PARAM_GROUPS, without
+from nxd_ckpt.live.state_names import without
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.load_context import LoadContext
 from nxd_ckpt.loading.mapped_weights import MappedWeights

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nxd_ckpt.core.filtering import filtered_name, how_to_leave_out
 from nxd_ckpt.core.mesh import Mesh, Placed
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
 from nxd_ckpt.live.dtensor import described_layout
-from nxd_ckpt.live.state_names import filtered_name, how_to_leave_out, is_in, leaf_name, replaced, values_in
+from nxd_ckpt.live.state_names import is_in, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
 

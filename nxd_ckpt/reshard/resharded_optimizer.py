@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
+from nxd_ckpt.core.filtering import PARAM_GROUPS, how_to_leave_out
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.reads import CutIndex, Read
@@ -18,7 +19,6 @@ from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTER
 from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, digest_of, form_of, is_tensor, iter_tensors
-from nxd_ckpt.live.state_names import PARAM_GROUPS, how_to_leave_out
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, SavedOptimizer, SavedSlot, saved_optimizer

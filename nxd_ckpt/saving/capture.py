@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nxd_ckpt.core.filtering import unmatched
+from nxd_ckpt.core.filtering import PARAM_GROUPS, unmatched
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
@@ -29,7 +29,7 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, flat_parameters
 from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_unsupported
-from nxd_ckpt.live.state_names import PARAM_GROUPS, state_entries, without
+from nxd_ckpt.live.state_names import state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.tag.state_dicts import is_model, is_optimizer

@@ -158,7 +158,7 @@ OWN: dict[str, Any] = {
     "model/seen": lambda model, optimizer, scheduler: model.get_buffer("seen").add_(1),
     "optim/param_groups/0/lr": lambda model, optimizer, scheduler: optimizer.param_groups[0].update(lr=0.5),
     "optim/state/total": lambda model, optimizer, scheduler: optimizer.state.update(total=2),
-    "scheduler/last_epoch": lambda model, optimizer, scheduler: vars(scheduler).update(last_epoch=7),
+    "scheduler/last_epoch": lambda model, optimizer, scheduler: setattr(scheduler, "last_epoch", 7),
 }
 """What one rank has, by the name of it; none of it lies on a mesh."""
 
@@ -171,7 +171,7 @@ def _scheduled(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[torch.nn
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state["total"] = 1  # type: ignore[index, assignment]
+    optimizer.state["total"] = 1  # type: ignore[index]
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 

@@ -193,7 +193,7 @@ def _value(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _general(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.state["all"] = {"noise": torch.ones(2), "count": 1}  # type: ignore[index, assignment]
+    optimizer.state["all"] = {"noise": torch.ones(2), "count": 1}  # type: ignore[index]
 
 
 DRIFTS = {
@@ -222,7 +222,7 @@ def _drifting(topology: Topology, changes: Callable[[int], bool], drift: Any) ->
         model = Model({"w": cut, "norm": torch.ones(2)}, {"w": columns(2)} if tp > 1 else {})
         optimizer = adam(model, 10.0)
         optimizer.state[model.get_parameter("norm")]["seen"] = {"tokens": [0]}
-        optimizer.state["all"] = {"noise": torch.zeros(2), "count": 1}  # type: ignore[index, assignment]
+        optimizer.state["all"] = {"noise": torch.zeros(2), "count": 1}  # type: ignore[index]
         if changes(rank):
             drift(model, optimizer)
         return {"model": model, "optimizer": optimizer}
