@@ -297,14 +297,14 @@ class ReshardedOptimizer:
         if len(holders) < 2 or (group in self._compared and len(self.stages) == 1):
             return
         self._compared.add(group)
-        listed = [self._values_of(holder, ignores) for holder in holders]
+        listed = [self._values_of(holder, saved.slot.group, ignores) for holder in holders]
         for name in dict.fromkeys(name for values in listed for name in values):
             self._refuse_other_values(name, ((name, values.get(name, Ellipsis)) for values in listed))
 
-    def _values_of(self, holder: _Holder, ignores: Covers) -> dict[str, Any]:
-        """Return the options of a holder's group, and what belongs to no parameter, by name."""
+    def _values_of(self, holder: _Holder, group: int, ignores: Covers) -> dict[str, Any]:
+        """Return the options of a holder's group, called ``group``, and what belongs to no parameter, by name."""
         options = {} if ignores(PARAM_GROUPS) else holder.slot.options
-        values = {f"{PARAM_GROUPS}/{holder.slot.group}/{key}": value for key, value in options.items()}
+        values = {f"{PARAM_GROUPS}/{group}/{key}": value for key, value in options.items()}
         values |= {f"optim/{key}": value for key, value in holder.optimizer.own.items()}
         general = {f"optim/state/{key}": value for key, value in holder.optimizer.general.items()}
         return values | {name: value for name, value in general.items() if not ignores(name)}
