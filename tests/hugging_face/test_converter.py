@@ -205,7 +205,7 @@ def test_a_model_of_the_hub_is_found_in_the_cache(
     [
         (["--convert_to_xser", "--hf_model_name", "me/llama"], 2, "one of the two"),
         (["--convert_to_full_state", "--i_tp_round_factor", "256"], 2, "pads the experts of DBRX"),
-        (["--convert_to_xser"], 1, "input "),
+        (["--convert_to_xser"], 1, "nowhere does not exist"),
         ([], 2, "one of the arguments"),
         (["--convert_to_xser", "--convert_from_xser"], 2, "not allowed with"),
         (["--convert_to_xser", "--load_xser", "maybe"], 2, "expected True or False, found 'maybe'"),
