@@ -26,6 +26,7 @@ from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, MalformedFile, SaveFailed
+from nxd_ckpt.gc_paused import gc_paused
 
 CRC_BLOCK = 4 * 2**20
 """Bytes that one block digest covers; a slice is verified by the blocks it touches, not the whole tensor."""
@@ -248,8 +249,15 @@ class Manifest:
 
 def dump_index(index: RankIndex) -> bytes:
     """Return the JSON of an index file. Raises SaveFailed if no load would read it."""
+    with gc_paused():  # it would visit the plain values of thousands of tensors again and again
+        data = document.plain(_index_fields(index)).encode()
+    _require_readable(lambda: load_index(data, "its index"))
+    return data
+
+
+def _index_fields(index: RankIndex) -> dict[str, Any]:
     mesh = {} if index.mesh is None else {"mesh": index.mesh.to_json()}
-    fields = {
+    return {
         "format_version": MESH_VERSION if mesh else FORMAT_VERSION,
         "kind": "rank_index",
         "coordinates": astuple(index.coordinates),
@@ -260,9 +268,6 @@ def dump_index(index: RankIndex) -> bytes:
         **mesh,
         **({"trees": index.trees} if index.trees else {}),
     }
-    data = document.plain(fields).encode()
-    _require_readable(lambda: load_index(data, "its index"))
-    return data
 
 
 def load_index(data: bytes, where: str) -> RankIndex:
@@ -293,6 +298,16 @@ def load_parameters(data: bytes, where: str) -> Mapping[str, ParameterSpec]:
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the JSON of a manifest, with a digest of itself at its end. Raises SaveFailed if no load would read it."""
+    with gc_paused():
+        text = document.plain(_manifest_fields(manifest))
+    # The manifest verifies the indexes, but no other file verifies it. So it ends with a digest of its own bytes.
+    unsealed = text[:-1].encode()
+    data = unsealed + _seal(unsealed)
+    _require_readable(lambda: load_manifest(data, "its manifest"))
+    return data
+
+
+def _manifest_fields(manifest: Manifest) -> dict[str, Any]:
     topology = manifest.topology
     rank_map = topology.rank_map
     given = {
@@ -301,7 +316,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "per_rank": manifest.per_rank,
         "guests": manifest.guests,
     }
-    fields = {
+    return {
         "format_version": NAMED_VERSION,
         "kind": "manifest",
         "tag": manifest.tag,
@@ -316,12 +331,6 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "versions": manifest.versions,
         **{name: value for name, value in given.items() if value},
     }
-    text = document.plain(fields)
-    # The manifest verifies the indexes, but no other file verifies it. So it ends with a digest of its own bytes.
-    unsealed = text[:-1].encode()
-    data = unsealed + _seal(unsealed)
-    _require_readable(lambda: load_manifest(data, "its manifest"))
-    return data
 
 
 def _require_readable(read: Callable[[], object]) -> None:
@@ -478,7 +487,8 @@ def _is_of_mesh(fields: Mapping[str, Any]) -> bool:
 def _naming(where: str) -> Iterator[None]:
     """Turn every error of parsing a malformed document into a MalformedFile that names the file."""
     try:
-        yield
+        with gc_paused():
+            yield
     except MalformedFile as error:  # raised by a parser of a part, which does not know the file
         raise MalformedFile(f"{where}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
