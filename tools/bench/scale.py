@@ -42,6 +42,7 @@ from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
 from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.load_context import load_context
@@ -89,9 +90,10 @@ def many_tensors(directory: Path, count: int) -> dict[str, float]:
     index = clock("index load", lambda: load_index(data, "index"))
     clock("index dump", lambda: dump_index(index))
     opened = clock("open", lambda: open_complete_tag(storage, choose_tag(storage, "second")))
-    options = LoadOptions()
+    options = LoadOptions(verify=True)  # as a load from a file system has it
     context = load_context(opened, here, open_model(state), None, options, Filter(options))
-    clock("load plan", LoadPlanner(context).trees)
+    with gc_paused():
+        clock("load plan", LoadPlanner(context).trees)
     return clock.seconds
 
 
