@@ -106,8 +106,9 @@ class MeshPlan:
                 if layout.replicas > 1 and tensor.placed.pieces:
                     own = tensor.about.placed
                     mesh = None if own is None else described_layout(own.layout)
-                    what = f"{part} {self._numbers[id(layout)]}"
-                    yield Replica(part, number, tensor.about.name, layout.rank_of(at, whole.replica), what, None, mesh)
+                    what, name = f"{part} {self._numbers[id(layout)]}", tensor.about.name
+                    writes = layout.rank_of(at, whole.replica)
+                    yield Replica.of(part, number, name, tensor.leaf, writes, what, mesh=mesh)
 
     def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed

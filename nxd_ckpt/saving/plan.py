@@ -164,9 +164,9 @@ def _with_places(copies: Iterable[Replica], files: Sequence[PlannedFile]) -> Ite
 
 def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[int]) -> Iterator[Replica]:
     """Yield the tensors of a part that all ranks of the ``group`` hold; ``owners`` write them, by number."""
-    for number, (path, _) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
+    for number, (path, leaf) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
         if number in owners:
-            yield Replica(part, number, state.tensors[path].name, owners[number], part)
+            yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], part)
 
 
 def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collection[str]) -> Iterator[Replica]:
@@ -176,17 +176,17 @@ def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collec
     first = Coordinates(topology.pp_rank, tp_rank=topology.tp_rank)
     owners = _owners(state, True, topology.replicas(first, expert=True), topology, skipped, False)
     experts = _experts(state, topology)
-    for number, (path, _) in enumerate(iter_tensors(state.tree)):
+    for number, (path, leaf) in enumerate(iter_tensors(state.tree)):
         compares = topology.ep_rank > 0 or owners.get(number) == topology.rank  # the others compare more anyway
         if number in owners and number not in experts and compares:
-            yield Replica(part, number, state.tensors[path].name, owners[number], f"{part} of all ep ranks")
+            yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], f"{part} of all ep ranks")
 
 
 def _numbers(part: str, state: State, writes: int) -> Iterator[Replica]:
     """Yield the tensors of one number in a torch DCP directory, of which it has one for all ranks of a stage."""
     for number, (path, leaf) in enumerate(iter_tensors(state.tree)):
         if not form_of(leaf)[1]:
-            yield Replica(part, number, state.tensors[path].name, writes, part)
+            yield Replica.of(part, number, state.tensors[path].name, leaf, writes, part)
 
 
 def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ import torch
 from nxd_ckpt.core import names
 from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
-from nxd_ckpt.formats.memory import byte_view
+from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.plain_digest import digest_of_value
-from nxd_ckpt.formats.tensors import Path, children_of, form_of, is_tensor, map_tensors
+from nxd_ckpt.formats.tensors import Path, children_of, form_of, is_tensor, itemsize, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.state_names import Container, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
@@ -42,16 +43,28 @@ class Replica(NamedTuple):
 
     It is the tensor ``number`` of the tree of a ``part``; the rank ``writes`` writes it for all that hold the same of
     ``what``. ``place`` is the number of a planned file and of a storage, if this rank writes it. ``mesh`` describes the
-    placement of a DTensor.
+    placement of a DTensor. ``form`` and ``nbytes`` are known here, because the writer's thread must not ask a tensor on
+    a device, which training changes meanwhile.
     """
 
     part: str
     number: int
     name: str
+    form: tuple[str, tuple[int, ...]]
+    nbytes: int
     writes: int
     what: str
     place: tuple[int, int] | None = None
     mesh: str | None = None
+
+    @staticmethod
+    def of(
+        part: str, number: int, name: str, leaf: Any, writes: int, what: str, place: tuple[int, int] | None = None,
+        mesh: str | None = None,
+    ) -> Replica:
+        """Return that of a live tensor, or its stand-in."""
+        dtype, shape = form_of(leaf)
+        return Replica(part, number, name, (dtype, shape), itemsize(dtype) * prod(shape), writes, what, place, mesh)
 
     def claim(self, how: str) -> str:
         return Claim(self.writes, self.what, how).key
@@ -212,13 +225,15 @@ class Replicas:
         """Tensors to stage: those that are ``compared``, whole or samples of them."""
         # Each save's caller waits for it.
         tensors = [self.tensors[copy.part][copy.number] for copy in self.compared]
-        return tensors if self.whole else [part for tensor in tensors for part in _compared_parts(tensor)]
+        if self.whole:
+            return tensors
+        return [part for copy, tensor in zip(self.compared, tensors, strict=True) for part in _parts_of(copy, tensor)]
 
     @cached_property
     def _number_of(self) -> list[int]:
         """The number in ``compared`` of each of these."""
-        tensors = (self.tensors[copy.part][copy.number] for copy in self.compared)
-        counts = (1 if self.whole else len(_compared_parts(tensor)) for tensor in tensors)
+        tensors = ((copy, self.tensors[copy.part][copy.number]) for copy in self.compared)
+        counts = (1 if self.whole else len(_parts_of(copy, tensor)) for copy, tensor in tensors)
         return [number for number, count in enumerate(counts) for _ in range(count)]
 
     def look(self, wave: Wave, views: Sequence[memoryview], files: Sequence[PlannedFile]) -> None:
@@ -247,8 +262,8 @@ class Replicas:
     @cached_property
     def _sampled(self) -> set[tuple[int, int]]:
         """Places of large tensors that this rank writes for others, which take samples of them."""
-        written = ((copy.place, self.tensors[copy.part][copy.number]) for copy in self.copies)
-        return {place for place, tensor in written if place and tensor.nbytes > LARGE and _samples_of(tensor)}
+        large = [copy for copy in self.copies if copy.place and copy.nbytes > LARGE]
+        return {copy.place for copy in large if copy.place and _samples_of(self.tensors[copy.part][copy.number])}
 
     def digests(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, dict[str, int]]:
         """Return digests by claim and name. ``blocks`` gives those of a storage that this rank wrote."""
@@ -258,9 +273,8 @@ class Replicas:
                 continue
             whole = _joint(blocks(copy.place))
             digests.setdefault(copy.claim(WHOLE), {})[copy.name] = whole
-            nbytes = self.tensors[copy.part][copy.number].nbytes
             samples = self._samples.get(copy.place)
-            if nbytes <= LARGE:
+            if copy.nbytes <= LARGE:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = whole
             elif samples is not None:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = _joint([crc32(sample) for sample in samples])
@@ -333,12 +347,11 @@ class Replicas:
 
     def _held(self, number: int, copy: Replica, storage_of: Mapping[int, int]) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
-        tensor = self.tensors[copy.part][copy.number]
-        if self.whole or tensor.nbytes <= LARGE:
+        if self.whole or copy.nbytes <= LARGE:
             staged = self._staged.get(storage_of[number])
             if staged is not None:
-                return _tensor_at(staged, tensor)
-        return tensor if self.stays else None
+                return _tensor_at(staged, *copy.form)
+        return self.tensors[copy.part][copy.number] if self.stays else None
 
 
 def _joint(crcs: Sequence[int]) -> int:
@@ -346,8 +359,8 @@ def _joint(crcs: Sequence[int]) -> int:
     return crcs[0] if len(crcs) == 1 else crc32(repr(list(crcs)).encode())
 
 
-def _tensor_at(view: memoryview, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape) if len(view) else torch.empty_like(tensor)
+def _tensor_at(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=torch_dtype(dtype)).view(shape) if len(view) else allocated(shape, dtype)
 
 
 def _sample_spans(nbytes: int) -> list[tuple[int, int]]:
@@ -356,8 +369,8 @@ def _sample_spans(nbytes: int) -> list[tuple[int, int]]:
     return [(0, _SAMPLE), (middle, middle + _SAMPLE), (nbytes - _SAMPLE, nbytes)]
 
 
-def _compared_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor] if tensor.nbytes <= LARGE else _samples_of(tensor)
+def _parts_of(copy: Replica, tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor] if copy.nbytes <= LARGE else _samples_of(tensor)
 
 
 def _samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -189,7 +189,7 @@ class Planner:
         is_known = last is not None and last.copies is copies and last.known == len(self._known)
         if last is None or last.known != len(self._known) or not (is_known or last.copies == copies):
             compared = [each for each in copies if each.writes != rank and not is_below(each.name, self._known)]
-            samples = any(tensors[each.part][each.number].nbytes > LARGE for each in compared)
+            samples = any(each.nbytes > LARGE for each in compared)
             last = _Compared(copies, compared, len(self._known), samples)
         self._last = last._replace(copies=copies, times=last.times + 1)
         values = [
@@ -233,7 +233,7 @@ def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Replica]:
     stored = {} if file is None else {id(leaf): at for at, leaf in enumerate(plan.files[file].image.tensors)}
     for number, (path, leaf) in enumerate(() if tree is None else iter_tensors(tree, _LIVE)):
         place = (file, stored[id(leaf)]) if file is not None else None
-        yield Replica("scheduler", number, leaf_name("scheduler", path, None), 0, "scheduler", place)
+        yield Replica.of("scheduler", number, leaf_name("scheduler", path, None), leaf, 0, "scheduler", place)
 
 
 def _values_of(

@@ -17,7 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nxd_ckpt import Checkpointer, Topology, list_checkpoints, open_checkpoint
+from nxd_ckpt.core.votes import SAMPLES, WHOLE
 from nxd_ckpt.errors import CheckpointError, RanksDisagree, SaveFailed
+from nxd_ckpt.saving.replicas import Replica, Replicas
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.rank_pool import RankPool
 
@@ -468,3 +470,24 @@ def of_expert_ranks(rank: int, directory: Path, use_xser: bool) -> list[bool]:
 def test_copies_of_expert_ranks_are_compared_too(gloo_ranks: RankPool, tmp_path: Path, use_xser: bool) -> None:
     """Into live objects, and into dicts."""
     assert [[True] * 18] * 4 == gloo_ranks.run(of_expert_ranks, tmp_path, use_xser)
+
+
+class _OfDevice:
+    """Stands for a tensor on a device, which training changes: whoever asks it may get an error of torch-xla."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for its {name}")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_writers_thread_asks_no_live_tensor(whole: bool) -> None:
+    """Neither of one that this rank writes, nor of one that it compares: what is needed is known from the call."""
+    form, nbytes = ("float32", (600, 600)), 4 * 600 * 600
+    written = Replica("model", 0, "model/written", form, nbytes, 0, "model", (0, 0))
+    other = Replica("model", 1, "model/other", form, nbytes, 1, "model")
+    tensors: Any = {"model": [_OfDevice(), _OfDevice()]}
+    replicas = Replicas(0, [written, other], [other], tensors, [], set(), whole)
+    replicas.look([], [], [])
+    assert replicas.summary(lambda place: [1])
+    theirs = {other.claim(WHOLE if whole else SAMPLES): {"model/other": 7}}
+    assert ["model/other"] == replicas.differing(theirs).lost
