@@ -222,6 +222,7 @@ def refused_of_copies(rank: int, directory: Path) -> list[str]:
     own, other = directory / "own", directory / "other"
     with Checkpointer(own, durable=False) as checkpointer:
         checkpointer.save("step_1", *job("rows"))
+    dist.barrier()  # until all have given the directory back
     if rank == 0:
         shutil.copytree(own, other)  # as cp -a does, with the times of the files
     dist.barrier()
