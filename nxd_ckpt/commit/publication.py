@@ -281,7 +281,7 @@ class InPlace:
         try:
             content = mark if storage.link_new(done, mark) else storage.read(done)
         except OSError as error:
-            content = self._content_after(storage, error)  # the reply was lost, or somebody else's is there
+            content = self._content_after(storage, mark, error)  # the reply was lost, or somebody else's is there
         if content != mark:
             raise self._another_job(session)
         try:
@@ -332,11 +332,14 @@ class InPlace:
                     f"after {session.timeout:.0f} s without progress; save under another tag"
                 )
 
-    def _content_after(self, storage: Storage, error: OSError) -> bytes:
+    def _content_after(self, storage: Storage, mark: bytes, error: OSError) -> bytes:
         """Return ``done``, after an ``error`` that may mean that only the reply was lost. Raise it if there is none."""
         done = f"{self.tag}/{DONE}"
         try:
-            return storage.read(done)
+            content = storage.read(done)
+            # On the disks of hosts it could be on one alone, and be lost with that: it is written to all again.
+            if content != mark or not storage.may_lack_files or storage.exchange(done, mark, mark):
+                return content
         except FileNotFoundError:
             if self._is_undone(storage, error):
                 raise error from None

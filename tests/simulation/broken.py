@@ -578,7 +578,7 @@ BREAKS += [
     ),
     Break(
         "Lost reply to `done` not looked up", "lost replies",
-        {_PUBLICATION: ("            content = self._content_after(storage, error)  #", "            raise  #")},
+        {_PUBLICATION: ("            content = self._content_after(storage, mark, error)  #", "            raise  #")},
     ),
     Break(
         "Lease not checked after `done`", "store, taken over",

@@ -268,6 +268,12 @@ FOUND = [
         48005505, (Save("a", 1, False, 1, True), Save("b", 2, False, 1, True)), "error", rank=1, at=132, has_group=True,
         machines=("one", "two", "one", "two"), replicas=2, away="two",
     ),
+    # A host stood still while it was to write `done`, which was withdrawn on the others. It woke, and wrote it: the
+    # save was found there, and called saved.
+    HostsSchedule(
+        51000936, (Save("a", 1, False, None, True), Save("b", 2, True, None, True)), "stall", rank=1, at=129,
+        has_group=True, machines=("one", "two", "one", "two"), replicas=2, swapped=True, away="two",
+    ),
 ]
 
 
