@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast, get_args
 
 from nxd_ckpt.conversion.result import Converted
@@ -16,7 +15,7 @@ from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.core.units import AnySize, bytes_of, neighbours
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.safetensors import TensorForm
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, iter_tensors, map_tensors, nbytes_of
 from nxd_ckpt.options.conversion import ConvertOptions, Strategy, StrategyName
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import locate_apart
@@ -84,7 +83,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        return sum(prod(leaf.shape) * itemsize(leaf.dtype) for _, leaf in iter_tensors(self.value))
+        return sum(nbytes_of(*form_of(leaf)) for _, leaf in iter_tensors(self.value))
 
 
 @dataclass(frozen=True)

@@ -372,6 +372,11 @@ def itemsize(name: str) -> int:
     return torch_dtype(name).itemsize
 
 
+def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
+    """Return the bytes of a dense tensor."""
+    return math.prod(shape) * itemsize(dtype)
+
+
 @lru_cache(maxsize=4096)
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a tight row-major tensor of ``shape``."""

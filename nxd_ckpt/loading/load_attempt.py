@@ -20,7 +20,7 @@ from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, map_tensors, nbytes_of
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.live import torch_xla
@@ -34,7 +34,7 @@ from nxd_ckpt.loading.load_context import LoadContext, load_context
 from nxd_ckpt.loading.load_planner import LoadPlanner
 from nxd_ckpt.loading.mapped_weights import MappedWeights
 from nxd_ckpt.loading.options import LoadRequest
-from nxd_ckpt.loading.overwriting import fill_model, nbytes_of, overwriting, refuse_lost_elements
+from nxd_ckpt.loading.overwriting import fill_model, overwriting, refuse_lost_elements
 from nxd_ckpt.loading.parts import (
     check_scheduler,
     demand,
@@ -446,7 +446,7 @@ class PreparedLoad:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that this rank loads."""
-        return sum(nbytes_of(leaf) for _, leaf in self._trees.leaves())
+        return sum(nbytes_of(*form_of(leaf)) for _, leaf in self._trees.leaves())
 
     def _watched(self, what: str, total: Callable[[], int]) -> AbstractContextManager[None]:
         """Return a context with a progress bar of ``total()`` bytes, on the reporting rank."""

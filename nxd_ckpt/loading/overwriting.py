@@ -7,7 +7,6 @@ Memory for tensors on their way to a device is bounded: two tensors, or more sma
 from __future__ import annotations
 
 import logging
-import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from nxd_ckpt.errors import CheckpointError, UnsupportedState
 from nxd_ckpt.formats.copying import repeats, strided
 from nxd_ckpt.formats.memory import allocated
 from nxd_ckpt.formats.strides import stored_stride
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.tag.reading import Leaf
 
@@ -158,11 +157,6 @@ def refuse_lost_elements(model: ModelAdapter, names: Sequence[str], tree: Mappin
                 f"{model.path}{name} is expanded (elements share memory, its strides are {live.stride()}), and what "
                 "was saved differs between them; load into a contiguous() copy"
             )
-
-
-def nbytes_of(leaf: Leaf) -> int:
-    """Return the bytes of a tensor in memory."""
-    return math.prod(leaf.shape) * itemsize(leaf.dtype)
 
 
 def _assign(model: ModelAdapter, name: str, leaf: Leaf, destination: torch.Tensor | None, delivery: Delivery) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.formats.optimizer_trees import STEP
-from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, dtype_name, map_tensors, nbytes_of
 from nxd_ckpt.reshard.whole_tag import WholeTag
 
 
@@ -36,7 +35,7 @@ class DcpTensor:
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * itemsize(self.dtype)
+        return nbytes_of(self.dtype, self.shape)
 
 
 class DcpState:

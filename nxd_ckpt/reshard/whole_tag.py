@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -32,9 +31,9 @@ from nxd_ckpt.formats.tensors import (
     by_digest,
     form_of,
     is_tensor,
-    itemsize,
     iter_leaves,
     iter_tensors,
+    nbytes_of,
 )
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_state
@@ -78,7 +77,7 @@ class GlobalTensor:
         """Bytes of the whole tensor; None if its shape or dtype is not known."""
         if self.shape is None or self.dtype == UNKNOWN_DTYPE:
             return None
-        return prod(self.shape) * itemsize(self.dtype)
+        return nbytes_of(self.dtype, self.shape)
 
 
 class WholeTag:

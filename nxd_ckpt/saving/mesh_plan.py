@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from math import prod
 from typing import Any
 
 from nxd_ckpt.core import document, names
@@ -17,7 +16,7 @@ from nxd_ckpt.core.mesh import Layout, Mesh, MeshGroup, MeshRecord, Placed, Whol
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.state import State, StateTensor
-from nxd_ckpt.formats.tensors import form_of, itemsize, iter_tensors
+from nxd_ckpt.formats.tensors import form_of, iter_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import described_layout
 from nxd_ckpt.saving.planned_file import NamedLeaf, PlannedFile, file_of
@@ -166,7 +165,7 @@ def _assign_replicas(tensors: Sequence[LocalTensor]) -> list[int]:
             by_layout.setdefault(id(tensor.placed.layout), {}).setdefault(tensor.tie, []).append(number)
     for ties in by_layout.values():
         firsts = [tensors[numbers[0]] for numbers in ties.values()]
-        sizes = [prod(tensor.placed.shape) * itemsize(form_of(tensor.leaf)[0]) for tensor in firsts]
+        sizes = [nbytes_of(form_of(tensor.leaf)[0], tensor.placed.shape) for tensor in firsts]
         writers = min(firsts[0].placed.layout.replicas, 1 + sum(sizes) // WORTH_A_WRITER)
         replicas = xser.balance(sizes, writers)
         for numbers, replica in zip(ties.values(), replicas, strict=True):

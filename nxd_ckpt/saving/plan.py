@@ -21,7 +21,6 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import names
@@ -35,7 +34,7 @@ from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.optimizer_trees import MASTERS, OWN_FORM
 from nxd_ckpt.formats.state import ModelState, SaveState, State
 from nxd_ckpt.formats.strides import stride_in_content
-from nxd_ckpt.formats.tensors import Assembly, Path, form_of, is_tensor, itemsize, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, form_of, is_tensor, iter_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.saving.mesh_plan import MeshPlan
@@ -287,7 +286,7 @@ def _owners(
         for tid, (path, _) in enumerate(leaves)
         if (tid in experts or not experts_only) and state.tensors[path].name not in skipped
     ]
-    owners = xser.balance([_nbytes(leaves[tid][1]) for tid in share], len(group))
+    owners = xser.balance([nbytes_of(*form_of(leaves[tid][1])) for tid in share], len(group))
     return {tid: group[owner] for tid, owner in zip(share, owners, strict=True)}
 
 
@@ -341,11 +340,6 @@ def _digest_of_structure(parts: list[State]) -> str:
             line = (part.tensors[path].name, dtype, list(shape))
             digest.update(repr(line).encode())
     return digest.hexdigest()[:32]
-
-
-def _nbytes(tensor: Any) -> int:
-    dtype, shape = form_of(tensor)
-    return prod(shape) * itemsize(dtype)
 
 
 _BASE_STATE = "base_state"

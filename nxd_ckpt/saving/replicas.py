@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.plain_digest import digest_of_value
-from nxd_ckpt.formats.tensors import Path, children_of, form_of, is_tensor, itemsize, map_tensors
+from nxd_ckpt.formats.tensors import Path, children_of, form_of, is_tensor, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.state_names import Container, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
@@ -63,8 +62,8 @@ class Replica(NamedTuple):
         mesh: str | None = None,
     ) -> Replica:
         """Return that of a live tensor, or its stand-in."""
-        dtype, shape = form_of(leaf)
-        return Replica(part, number, name, (dtype, shape), itemsize(dtype) * prod(shape), writes, what, place, mesh)
+        form = form_of(leaf)
+        return Replica(part, number, name, form, nbytes_of(*form), writes, what, place, mesh)
 
     def claim(self, how: str) -> str:
         return Claim(self.writes, self.what, how).key
