@@ -253,8 +253,7 @@ def checkpoint_of(opened: OpenTag, path: StrPath, storage_options: StorageOption
 
 
 def _open_arguments(path: StrPath, options: OpenOptions) -> _OpenArguments:
-    where = absolute(path)
-    return _OpenArguments(where, options)
+    return _OpenArguments(absolute(path), options)
 
 
 def _open_again(arguments: _OpenArguments, tag: str, save: str | None) -> Checkpoint:

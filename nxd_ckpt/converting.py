@@ -113,8 +113,8 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
             f"{source.root.path} is a Hugging Face model: pass names='nxd' for a job with NxD's layers, or names='own' "
             "for one with transformers' own"
         )
-    write, taken = FORMS[form, names]
-    _refuse_others(chosen, form, names, taken)
+    write, option_names = FORMS[form, names]
+    _refuse_others(chosen, form, names, option_names)
     if form == "files" and os.fspath(dst).endswith(WEIGHT_FILES):
         raise InvalidArgument(
             f"output {os.fspath(dst)} is named as one file, but to='files' makes a directory of the files of model and "
@@ -136,11 +136,11 @@ def _guessed(dst: StrPath) -> Form:
     raise InvalidArgument(f"output {name}: its name shows no form; pass to=, one of {forms}")
 
 
-def _refuse_others(chosen: ConvertOptions, form: Form, names: str, taken: str) -> None:
+def _refuse_others(chosen: ConvertOptions, form: Form, names: str, option_names: str) -> None:
     defaults = ConvertOptions()
-    known = {"to", "names", *(each.name for each in fields_of(OutputOptions)), *taken.split()}
+    meaningful = {"to", "names", *(each.name for each in fields_of(OutputOptions)), *option_names.split()}
     for each in fields_of(ConvertOptions):
-        if each.name not in known and getattr(chosen, each.name) != getattr(defaults, each.name):
+        if each.name not in meaningful and getattr(chosen, each.name) != getattr(defaults, each.name):
             others = [key for key, (_, options) in FORMS.items() if each.name in options.split()]
             where = " or ".join(f"to={form!r} with names={kind!r}" for form, kind in others)
             raise InvalidArgument(f"{each.name}= means nothing for to={form!r} with names={names!r}; it is for {where}")

@@ -157,7 +157,7 @@ def test_every_module_respects_the_layers() -> None:
 
 
 def _graph() -> dict[str, set[str]]:
-    """What each module imports at import time."""
+    """Return the modules that each module imports at import time."""
     modules = _modules()
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():

@@ -176,8 +176,8 @@ def _place_fields(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
     """Return whether it is the latest tag of its directory; for what is no tag, who wrote it."""
     if info.order_time < math.inf:
         return {"latest": info == latest(list_tags(opened.storage))}
-    found = recognise(opened.storage, opened.tag)
-    return {"latest": False, "written_by": None if found is None else found.writer.value}
+    checkpoint = recognise(opened.storage, opened.tag)
+    return {"latest": False, "written_by": None if checkpoint is None else checkpoint.writer.value}
 
 
 def _manifest_fields(opened: OpenTag) -> dict[str, Any]:
@@ -402,7 +402,7 @@ def _tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]
     if opened.mesh is not None:
         described = [_row(entry.name, entry, entry.pieces) for entry in opened.index(at).tensors]
     else:
-        described = list(_held(opened, at))
+        described = list(_state_rows(opened, at))
     matching = [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]
     if not matching and pattern != "*":
         names = [tensor["name"] for tensor in described]
@@ -410,14 +410,15 @@ def _tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]
     return matching
 
 
-def _held(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
+def _state_rows(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
+    """Yield a row for each tensor on disk of the model and the optimizer of the rank at these coordinates."""
     if opened.parts.model:
         for path, leaf in iter_tensors(opened.model_tree(at), _LEAVES):
-            yield from _on_disk(opened, f"model/{'.'.join(map(str, path))}", leaf)
+            yield from _stored_rows(opened, f"model/{'.'.join(map(str, path))}", leaf)
     if opened.parts.optimizer:
         names = opened.optimizer_names(at)
         for path, leaf in iter_tensors(opened.optimizer_tree(at), _LEAVES):
-            yield from _on_disk(opened, f"optim/{_state_name(path, names)}", leaf)
+            yield from _stored_rows(opened, f"optim/{_state_name(path, names)}", leaf)
 
 
 _LEAVES = (TensorStub, Assembly, MissingTensor)
@@ -433,7 +434,7 @@ def _state_name(path: Path, parameter_names: list[str] | None) -> str:
     return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
 
 
-def _on_disk(opened: OpenTag, name: str, leaf: TensorStub | Assembly | MissingTensor) -> Iterator[dict[str, Any]]:
+def _stored_rows(opened: OpenTag, name: str, leaf: TensorStub | Assembly | MissingTensor) -> Iterator[dict[str, Any]]:
     for stub in (fragment.stub for fragment in leaf.fragments) if isinstance(leaf, Assembly) else (leaf,):
         entry = opened.entries.get((stub.file, getattr(stub, "offset", 0)))
         # An empty tensor lies where the next one does.

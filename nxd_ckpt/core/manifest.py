@@ -310,7 +310,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
 def _manifest_fields(manifest: Manifest) -> dict[str, Any]:
     topology = manifest.topology
     rank_map = topology.rank_map
-    given = {
+    optional = {
         "metrics": manifest.metrics,
         **(phases_fields(manifest.phases) if manifest.phases else {}),
         "per_rank": manifest.per_rank,
@@ -329,7 +329,7 @@ def _manifest_fields(manifest: Manifest) -> dict[str, Any]:
         "parameters": _parameter_fields(manifest.parameters),
         "timings": manifest.timings,
         "versions": manifest.versions,
-        **{name: value for name, value in given.items() if value},
+        **{name: value for name, value in optional.items() if value},
     }
 
 

@@ -228,14 +228,14 @@ def _sizes(tag: Checkpoint, look: bool) -> str | None:
     return Mesh(largest.names[1:], largest.shape[1:], ()).describe()
 
 
-def _place(sizes: Topology, meshes: Sequence[Mesh], rank: int) -> dict[str, int]:
+def _place(topology: Topology, meshes: Sequence[Mesh], rank: int) -> dict[str, int]:
     """Return a rank's coordinates in its largest mesh; without a mesh in dp, tp and, with experts, ep, but not pp."""
-    at = sizes.coordinates_of(rank)
+    at = topology.coordinates_of(rank)
     coordinates = [(mesh.names, place) for mesh in meshes if (place := mesh.coordinate_of(rank)) is not None]
     if coordinates:
         names, place = max(coordinates, key=lambda coordinate: len(coordinate[0]))
         return {name or f"dim{dim}": index for dim, (name, index) in enumerate(zip(names, place, strict=True)) if dim}
-    experts = {"ep": at.dp_rank % sizes.ep} if sizes.ep > 1 else {}
+    experts = {"ep": at.dp_rank % topology.ep} if topology.ep > 1 else {}
     return {"dp": at.dp_rank, "tp": at.tp_rank, **experts}
 
 

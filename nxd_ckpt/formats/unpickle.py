@@ -103,10 +103,10 @@ _REMEDY = (
 def global_named(module: str, name: str) -> Any:
     """Return the object for a global of plain data. Raises UnsafePickle for any other."""
     key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
-    found = global_of(*key)
-    if found is None:
+    plain_global = global_of(*key)
+    if plain_global is None:
         raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
-    return found
+    return plain_global
 
 
 class _SavedStorage(Inert):

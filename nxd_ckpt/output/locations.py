@@ -83,8 +83,8 @@ def locate_input(path: StrPath, options: StorageOptions | None = None) -> Locati
 
     Raises CheckpointNotFound if there is none, or several tags are of that step.
     """
-    given = settled_input(path, options)
-    place = own_location(join(given.directory, given.name), given.options)
+    named = settled_input(path, options)
+    place = own_location(join(named.directory, named.name), named.options)
     require_directory(place.open(), place.name, "input")
     return place
 

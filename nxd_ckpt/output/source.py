@@ -87,8 +87,9 @@ def find_source(path: StrPath, options: StorageOptions | None) -> Source:
     """
     whole, options = absolute(path), settled_input(path, options).options
     place = own_location(whole, options)
-    settle_swap(place.open())
-    layout = recognise(place.open(), place.name)
+    storage = place.open()
+    settle_swap(storage)
+    layout = recognise(storage, place.name)
     if layout is None or layout.writer is Program.HUGGING_FACE:  # in which tags may lie, which count first
         try:
             newest = choose_tag(Location(whole, "", options).open(), None)

@@ -261,9 +261,9 @@ class ReshardedOptimizer:
                 _overlapping(shards, slot.shards, slot.shard, 0),
             ]
             places = [CutIndex(*place) for place in product(*numbers)]
-            found = {self._at(saved, place): place for place in places}
-            found |= {self._at(replace(saved, pp_rank=stage), places[0]): places[0] for stage in self.stages}
-            holders = ((place, self._saved_by(at)) for at, place in found.items())
+            place_by_rank = {self._at(saved, place): place for place in places}
+            place_by_rank |= {self._at(replace(saved, pp_rank=stage), places[0]): places[0] for stage in self.stages}
+            holders = ((place, self._saved_by(at)) for at, place in place_by_rank.items())
             self._holders[key] = [
                 _Holder(*own, own[1].slots[saved.name]) for own in holders if saved.name in own[1].slots
             ]

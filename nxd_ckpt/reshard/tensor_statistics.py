@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,3 @@ class TensorStatistics:
     def zero_share(self) -> float:
         """The share of zeros, from 0 to 1; 0 for an empty tensor."""
         return self.zeros / self.numel if self.numel else 0.0
-
-    @property
-    def rms(self) -> float:
-        """The root of the mean square; 0 if there is no finite number."""
-        return self.norm / sqrt(self.finite) if self.finite else 0.0

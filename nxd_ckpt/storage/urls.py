@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from nxd_ckpt.core.arguments import Kind, plain_mapping
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.formats.zip_directory import LOCAL_MARK
 from nxd_ckpt.storage.archive.archive_storage import SUFFIX, ArchiveStorage, StorageFile
 from nxd_ckpt.storage.archive.unpacking import SUFFIXES, UnpackedFile, compression_of
 from nxd_ckpt.storage.base import Storage
@@ -24,7 +25,6 @@ from nxd_ckpt.storage.system import aliases, is_below
 ARCHIVES = (SUFFIX, *SUFFIXES)
 """Ends of names of archives that are read and written."""
 
-_ZIP = b"PK\x03\x04"
 StrPath = str | os.PathLike[str]
 StorageOptions = Annotated[Mapping[str, Any], Kind("a dict of options by name", plain_mapping, secret=True)]
 """Options for opening a URL."""
@@ -51,9 +51,9 @@ def open_storage(path: StrPath, durable: bool = True, storage_options: StorageOp
 
 def _is_zip(inner: Storage, name: str) -> bool:
     """Return whether a file is none of ``tar``: torch.save's are called ``checkpoint.pth.tar`` in many scripts."""
-    start = bytearray(min(len(_ZIP), inner.size(name)))
+    start = bytearray(min(len(LOCAL_MARK), inner.size(name)))
     inner.read_into(name, 0, memoryview(start))
-    return start == _ZIP
+    return start == LOCAL_MARK
 
 
 def _open_archive(inner: Storage, name: str) -> Storage:

@@ -122,7 +122,7 @@ def choose_anything(storage: Storage, tag: Tag | None, place: Place | None) -> t
 
 
 def _of_tag(info: TagInfo) -> ByPath:
-    return ByPath(info.tag, (Program.NXD_CKPT if info.ours else Program.NXD).value)
+    return ByPath(info.tag, Program.of_tag(info).value)
 
 
 def find_by_path(storage: Storage, key: str) -> ByPath | None:

@@ -125,7 +125,7 @@ def with_other(document: Any, path: tuple[Any, ...], junk: Any) -> Any:
 
 
 def read_or_refused(load: Callable[[bytes, str], Any], data: bytes) -> Any:
-    """What ``load`` makes of the data, or None where it refuses it with an error that names the file."""
+    """Return the document that ``load`` makes of the data; None where it raises an error that names the file."""
     try:
         return load(data, "the file")
     except MalformedFile as error:

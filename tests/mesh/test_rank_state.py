@@ -160,7 +160,7 @@ OWN: dict[str, Any] = {
     "optim/state/total": lambda model, optimizer, scheduler: optimizer.state.update(total=2),
     "scheduler/last_epoch": lambda model, optimizer, scheduler: setattr(scheduler, "last_epoch", 7),
 }
-"""What one rank has, by the name of it; none of it lies on a mesh."""
+"""State of one rank alone, by its name; none of it lies on a mesh."""
 
 
 def _scheduled(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[torch.nn.Module, Any, Any]:
@@ -176,7 +176,7 @@ def _scheduled(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[torch.nn
 
 
 def own_on_another_mesh(rank: int, directory: Path) -> list[tuple[str, str]]:
-    """What loads of OWN, which ranks 1 and 3 have, say on the mesh of the save, and on others of as many ranks."""
+    """Answers of loads of OWN, which ranks 1 and 3 have, on the mesh of the save, and on others of as many ranks."""
     said = []
     for number, (name, change) in enumerate(OWN.items()):
         objects = _scheduled((2, 2), ("replicas", "shards"))

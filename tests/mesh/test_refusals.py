@@ -148,7 +148,7 @@ def test_an_optimizer_of_other_parameters_is_refused(gloo_ranks: RankPool, tmp_p
 
 
 def of_fsdp1(rank: int, directory: Path) -> list[str]:
-    """What saves of FSDP1's optimizer, and of state dicts that rank 0 gathered, say."""
+    """Answers of saves of FSDP1's optimizer, and of state dicts that rank 0 gathered."""
     wrapped: Any = FullyShardedDataParallel(jobs.net(), use_orig_params=True, device_id=torch.device("cpu"))
     there = {"w": torch.ones(2)} if rank == 0 else {}
     gathered: Any = {"state": {}, "param_groups": [{"params": [0]}]} if rank == 0 else {}

@@ -214,7 +214,7 @@ GROUPS: dict[str, tuple[Topology, Callable[[int], bool]]] = {
 
 
 def _drifting(topology: Topology, changes: Callable[[int], bool], drift: Any) -> Callable[[int], dict[str, Any]]:
-    """What each rank saves: "w" is cut over tp, if there is any; pipeline stages have both names."""
+    """State that each rank saves: "w" is cut over tp, if there is any; pipeline stages have both names."""
 
     def what(rank: int) -> dict[str, Any]:
         tp = topology.tp

@@ -91,7 +91,7 @@ def test_a_file_of_another_program_is_named(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_directory_of_another_program_is_named(tmp_path: Path) -> None:
-    """The same by a load and by a conversion."""
+    """A load and a conversion say the same."""
     for number, (files, words) in enumerate(
         [
             (["model.Q4.gguf"], "'model.Q4.gguf' .a GGUF file"),

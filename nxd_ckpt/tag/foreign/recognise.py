@@ -13,7 +13,9 @@ from functools import cached_property
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.other_files import HEAD, instead_of_data, known_by_name
+from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, UnsupportedState
+from nxd_ckpt.formats.zip_directory import LOCAL_MARK
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.files import TagFiles
@@ -50,6 +52,11 @@ class Program(Enum):
         """True if it writes NxD's tags."""
         return self in (Program.NXD_CKPT, Program.NXD, Program.NXDT)
 
+    @staticmethod
+    def of_tag(info: TagInfo) -> Program:
+        """Return the writer of a tag."""
+        return Program.NXD_CKPT if info.ours else Program.NXD
+
 
 @dataclass(frozen=True)
 class Recognised:
@@ -72,7 +79,6 @@ ADAPTER_SHARDS = "adapter_shards"
 _SHARDS, _OLD_SHARDS = "shards", "tensor_parallel_shards"
 _INSIDE = {Program.OPTIMUM: _SHARDS, Program.OPTIMUM_OLD: _OLD_SHARDS}
 """Subdirectory with the tensors, by writer."""
-_ZIP = b"PK\x03\x04"
 
 
 def recognise(storage: Storage, folder: str) -> Recognised | None:
@@ -98,7 +104,7 @@ def recognise(storage: Storage, folder: str) -> Recognised | None:
     if len(writers) != 1:
         tag = find_tag(storage, folder) if folder else None
         if tag is not None and (tag.complete or tag.ours):  # whatever files of others are in it
-            writers = [Program.NXD_CKPT if tag.ours else Program.NXD]
+            writers = [Program.of_tag(tag)]
     if len(writers) == 1 and writers[0] in _SEVERAL:
         return Recognised(writers[0], _only(_SEVERAL[writers[0]](candidate), where), folder)
     if len(writers) > 1:
@@ -118,7 +124,7 @@ def _refuse_file(storage: Storage, key: str, where: str) -> None:
     if other is None and not name.endswith(WEIGHT_FILES):
         start = bytearray(min(HEAD, storage.size(key)))
         storage.read_into(key, 0, memoryview(start))
-        if not start.startswith(_ZIP):
+        if not start.startswith(LOCAL_MARK):
             other = instead_of_data(bytes(start)) or "no checkpoint of a kind that is known"
     if other is not None:
         raise UnsupportedState(f"{where} is {other}")

@@ -81,8 +81,8 @@ def has_weights(names: Iterable[str]) -> bool:
 
 def torch_files(names: Iterable[str]) -> list[str]:
     """Return the files of torch.save; without ranks' files of a tag, and those that are called as another's copy."""
-    found = sorted(name for name in names if name.endswith(OF_TORCH) and not _OF_RANKS.match(name))
-    return [name for name in found if not name.startswith("latest")] or found
+    files = sorted(name for name in names if name.endswith(OF_TORCH) and not _OF_RANKS.match(name))
+    return [name for name in files if not name.startswith("latest")] or files
 
 
 def refuse_part(name: str, where: str) -> None:
