@@ -45,7 +45,14 @@ from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import DirectoryNotShared, InvalidArgument, MalformedFile, StorageError
+from nxd_ckpt.errors import (
+    CheckpointError,
+    DirectoryNotShared,
+    InvalidArgument,
+    MalformedFile,
+    PeerTimeout,
+    StorageError,
+)
 from nxd_ckpt.storage.base import DirEntry, PerHost, Storage, can_rename
 from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
 from nxd_ckpt.storage.work_dir import default_work_dir
@@ -343,8 +350,13 @@ def open_session(
             session.is_gone, session.sign = agreement.is_gone, agreement.sign
             _open_with_group(session, agreement, run_id)
         session.place = lease.place_of(storage)
-    except BaseException:
+    except BaseException as error:
         session.close()  # the others must not find a directory that nobody holds
+        is_every_ranks = isinstance(error, Exception) and not isinstance(error, PeerTimeout)
+        if agreement is not None and isinstance(storage, PerHost) and is_every_ranks:
+            # A lease that was taken over may lie on a host whose rank stops serving it as soon as this raises.
+            with suppress(CheckpointError):
+                agreement.broadcast(None)
         raise
     return session
 

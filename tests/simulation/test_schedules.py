@@ -274,6 +274,13 @@ FOUND = [
         51000936, (Save("a", 1, False, None, True), Save("b", 2, True, None, True)), "stall", rank=1, at=129,
         has_group=True, machines=("one", "two", "one", "two"), replicas=2, swapped=True, away="two",
     ),
+    # A job took over a lease on the host of its rank 1, which could not claim its disk. Rank 1 was closed, and served
+    # no more, before rank 0 had given the lease back.
+    HostsSchedule(
+        53009041, (Save("a", 1, True, 1, True), Save("b", 2, False, 1, True), Save("a", 3, True, 1, True)), "stall",
+        rank=1, at=94, has_group=True, machines=("one", "two", "one", "two"), is_looked_at=True, crossed=True,
+        rival=(Save("x", 5, True, None, True), Save("y", 6, True, None, True)),
+    ),
 ]
 
 
