@@ -44,7 +44,10 @@ NOT_SIMULATED = ("nxd_ckpt.coordination.peers",)
 OFFLINE = ("tag", "reshard", "hugging_face", "output", "conversion", "migrate")
 
 # What looks at tags, checks, copies, keeps and removes them runs where there is no torch: folders, and modules.
-WITHOUT_TORCH = ("cli", "commit", "storage", "tiers", "prune", "conversion.cp", "tag.listing", "tag.verify")
+WITHOUT_TORCH = (
+    *("cli", "commit", "storage", "tiers", "prune", "conversion.cp", "tag.listing", "tag.verify"),
+    *("examine.report_document", "examine.report_page"),
+)
 
 DEVICE_LIBRARIES = {"torch_xla", "torch_neuronx", "libneuronxla", "neuronx_distributed"}
 MAY_USE_DEVICE = ("live", "emulation", "testing")  # testing: the self-test trains on it

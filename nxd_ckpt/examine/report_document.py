@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from statistics import median_low
 from typing import Any
 
 from nxd_ckpt import effects
-from nxd_ckpt.checkpoint import Checkpoint, checkpoint_of
 from nxd_ckpt.commit.voting import saves_in_flight
 from nxd_ckpt.coordination.paths import COPIES
 from nxd_ckpt.core import units
-from nxd_ckpt.core.findings import collect_problems
+from nxd_ckpt.core.findings import Finding, collect_problems
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.mesh import Mesh
 from nxd_ckpt.core.phases import RankPhases, straggler
@@ -25,7 +24,6 @@ from nxd_ckpt.core.tags import step_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.examine.doctor import examine_checkpoint
 from nxd_ckpt.examine.run_state import (
     StateLine,
     age_line,
@@ -36,11 +34,11 @@ from nxd_ckpt.examine.run_state import (
     resume_line,
     unsound,
 )
-from nxd_ckpt.examine.statistics import checkpoint_statistics
 from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite, read_statistics
 from nxd_ckpt.storage.urls import is_url, open_storage
 from nxd_ckpt.tag.directory import describe_incomplete, list_tags, require_directory
 from nxd_ckpt.tag.listing import locate, opened_document, time_text
+from nxd_ckpt.tag.opened import OpenTag
 
 _SAVES = 3
 """Number of saves from which on a constant weight is reported."""
@@ -58,6 +56,8 @@ def report_document(
 ) -> dict[str, Any]:
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
 
+    Only where values are read does it need torch: not where all statistics are stored, without ``doctor``.
+
     The tensors of the ``count`` latest tags are read, without ``cache`` even if their statistics are stored; older tags
     appear with stored ones. ``doctor`` examines the latest tag after the one before it. ``tiers`` are searched for
     the tags. ``note`` says it if there is nothing to report on.
@@ -67,13 +67,26 @@ def report_document(
     tags, storage = listing["tags"], open_storage(directory, storage_options=options)
     document: dict[str, Any] = {"directory": listing["directory"], "tags": tags, **_nothing()}
     opened = {
-        tag["tag"]: checkpoint_of(open_tags[tag["tag"]], directory, options)
-        for tag in tags
-        if tag["tag"] in open_tags and not tag["problems"]
+        tag["tag"]: open_tags[tag["tag"]] for tag in tags if tag["tag"] in open_tags and not tag["problems"]
     }
+
+    def counted(tag: OpenTag) -> StatisticsByName:
+        from nxd_ckpt.checkpoint import checkpoint_of
+        from nxd_ckpt.examine.statistics import checkpoint_statistics
+
+        checkpoint = checkpoint_of(tag, directory, options)
+        return checkpoint_statistics(checkpoint, cache=cache, progress=progress).tensors
+
+    def examined(tag: OpenTag, before: OpenTag | None) -> Sequence[Finding]:
+        from nxd_ckpt.checkpoint import checkpoint_of
+        from nxd_ckpt.examine.doctor import examine_checkpoint
+
+        older = None if before is None else checkpoint_of(before, directory, options)
+        return examine_checkpoint(checkpoint_of(tag, directory, options), before=older, progress=progress).findings
+
     damage = {tag["tag"]: tag["problems"] for tag in tags}
     _add_facts(tags, opened)
-    statistics = _statistics(opened, count, damage, progress, cache)
+    statistics = _statistics(opened, counted, count, damage, cache)
     for tag in tags:
         tag["not_finite"] = len(not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
     saves = _saves(opened, tags)
@@ -82,7 +95,7 @@ def report_document(
     if not opened:
         document["note"] = f"no complete checkpoint to report on; {describe_incomplete(storage)}"
     else:
-        document |= _details(list(opened.values()), statistics, set(still), damage, doctor, progress)
+        document |= _details(list(opened.values()), statistics, set(still), damage, examined if doctor else None)
     in_flight = [] if only is not None else [asdict(save) for save in saves_in_flight(storage)]
     document["problems"] = list(_problems(document, list(opened.values()), statistics, in_flight))
     if still:
@@ -92,21 +105,21 @@ def report_document(
     return document
 
 
-def _add_facts(tags: list[dict[str, Any]], opened: Mapping[str, Checkpoint]) -> None:
+def _add_facts(tags: list[dict[str, Any]], opened: Mapping[str, OpenTag]) -> None:
     """Add the step, the sizes and the timings to each tag of a listing."""
     newest = [*opened][-1] if opened else None
     for tag in tags:
         tag["step"], tag["sizes"], tag["timings"] = step_of(tag["tag"]), units.short_topology(tag["topology"]), {}
-        checkpoint = opened.get(tag["tag"])
-        if checkpoint is not None:
-            tag["timings"] = timings(checkpoint.manifest)
+        open_tag = opened.get(tag["tag"])
+        if open_tag is not None:
+            tag["timings"] = timings(open_tag.manifest)
             with collect_problems(tag["problems"]):
-                tag["sizes"] = _sizes(checkpoint, tag["tag"] == newest) or tag["sizes"]
+                tag["sizes"] = _sizes(open_tag, tag["tag"] == newest) or tag["sizes"]
 
 
 def _problems(
     document: Mapping[str, Any],
-    opened: Sequence[Checkpoint],
+    opened: Sequence[OpenTag],
     statistics: Mapping[str, StatisticsByName],
     saves: Sequence[Mapping[str, Any]],
 ) -> Iterator[dict[str, Any]]:
@@ -121,12 +134,11 @@ def _problems(
 
 
 def _details(
-    opened: list[Checkpoint],
+    opened: list[OpenTag],
     statistics: Mapping[str, StatisticsByName],
     still: Collection[str],
     damage: Mapping[str, list[str]],
-    doctor: bool,
-    progress: bool,
+    examined: Callable[[OpenTag, OpenTag | None], Sequence[Finding]] | None,
 ) -> dict[str, Any]:
     """Return all parts of the document about the newest tag that can be read; add what cannot be to ``damage``.
 
@@ -139,13 +151,12 @@ def _details(
     with collect_problems(errors):
         document["ranks"] = _ranks(newest)
     with collect_problems(errors):
-        if doctor:
-            findings = examine_checkpoint(newest, before=before, progress=progress).findings
-            document["findings"] = [asdict(finding) for finding in findings]
+        if examined is not None:
+            document["findings"] = [asdict(finding) for finding in examined(newest, before)]
     errors += [finding["message"] for finding in document["findings"] if finding["kind"] == "files"]
     document["findings"] = [finding for finding in document["findings"] if finding["kind"] != "files"]
     for error in dict.fromkeys(errors):
-        is_before = before is not None and f"{before.opened.where}/" in error
+        is_before = before is not None and f"{before.where}/" in error
         problems = damage[before.tag if before is not None and is_before else newest.tag]
         problems += [] if error in problems else [error]
     return document
@@ -153,7 +164,7 @@ def _details(
 
 def _head(
     document: Mapping[str, Any],
-    opened: Mapping[str, Checkpoint],
+    opened: Mapping[str, OpenTag],
     statistics: Mapping[str, StatisticsByName],
     saves: Sequence[Mapping[str, Any]],
 ) -> Iterator[StateLine]:
@@ -167,7 +178,7 @@ def _head(
     if age is not None:
         yield age
     if opened:
-        manifests = {tag: checkpoint.manifest for tag, checkpoint in opened.items()}
+        manifests = {tag: open_tag.manifest for tag, open_tag in opened.items()}
         live = {tag: one for tag, one in manifests.items() if one is not None and not one.is_converted}
         runs = {tag: one.attempt.rpartition("-")[0] for tag, one in live.items()}
         if runs or saves:
@@ -192,36 +203,42 @@ def _nothing() -> dict[str, Any]:
     return {**parts, "made": time_text(effects.time())}
 
 
-def _saves(opened: Mapping[str, Checkpoint], tags: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
+def _saves(opened: Mapping[str, OpenTag], tags: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
     """Return order time and bytes of each tag that can be copied to a tier: those with a manifest."""
     sizes = {tag["tag"]: tag["nbytes"] for tag in tags}
-    manifests = {tag: checkpoint.manifest for tag, checkpoint in opened.items()}
+    manifests = {tag: open_tag.manifest for tag, open_tag in opened.items()}
     return {tag: (manifest.order_time, sizes[tag]) for tag, manifest in manifests.items() if manifest is not None}
 
 
 def _statistics(
-    opened: Mapping[str, Checkpoint], count: int, damage: Mapping[str, list[str]], progress: bool, cache: bool
+    opened: Mapping[str, OpenTag],
+    counted: Callable[[OpenTag], StatisticsByName],
+    count: int,
+    damage: Mapping[str, list[str]],
+    cache: bool,
 ) -> dict[str, StatisticsByName]:
     """Return those of the ``count`` latest tags, stored ones of others, and all from the newest back to a sound one."""
     statistics: dict[str, StatisticsByName] = {}
     latest = list(opened)[max(0, len(opened) - count) :]
     is_found = count == 0
-    for tag, checkpoint in reversed(list(opened.items())):
-        stored = None if tag in latest else read_statistics(checkpoint.opened)
+    for tag, open_tag in reversed(list(opened.items())):
+        stored = read_statistics(open_tag) if cache or tag not in latest else None
+        if tag in latest:
+            open_tag.require_unchanged()
         if stored is not None:
             statistics[tag] = stored
         elif tag in latest or not is_found:
             with collect_problems(damage[tag]):
-                statistics[tag] = checkpoint_statistics(checkpoint, cache=cache, progress=progress).tensors
+                statistics[tag] = counted(open_tag)
         is_found |= tag in statistics and not not_finite(statistics[tag])
     return dict(reversed(list(statistics.items())))
 
 
-def _sizes(tag: Checkpoint, look: bool) -> str | None:
+def _sizes(tag: OpenTag, look: bool) -> str | None:
     """Return a mesh job's ranks, or with ``look`` the dimensions of its largest mesh, for which an index is read."""
     if tag.manifest is None or tag.manifest.leaders is None:
         return None
-    meshes = tag.opened.mesh.meshes() if look and tag.opened.mesh is not None else []
+    meshes = tag.mesh.meshes() if look and tag.mesh is not None else []
     largest = max(meshes, key=lambda mesh: len(mesh.shape), default=None)
     if largest is None:
         return units.count(tag.topology.world_size, "rank")
@@ -400,19 +417,19 @@ def timings(manifest: Manifest | None) -> dict[str, float]:
     return recorded
 
 
-def _ranks(tag: Checkpoint) -> list[dict[str, Any]]:
+def _ranks(tag: OpenTag) -> list[dict[str, Any]]:
     """Return each rank's place and its part in the save of a tag; empty where that was not recorded."""
     phases = _phases(tag)
     late = straggler(phases)
-    with tag.opened.guarded(verified=True):
-        meshes = [] if tag.opened.mesh is None else tag.opened.mesh.meshes()
+    with tag.guarded(verified=True):
+        meshes = [] if tag.mesh is None else tag.mesh.meshes()
     return [
         {"rank": rank, "place": _place(tag.topology, meshes, rank), **asdict(phase), "straggler": rank == late}
         for rank, phase in enumerate(phases)
     ]
 
 
-def _stragglers(tags: Sequence[Checkpoint]) -> Iterator[dict[str, Any]]:
+def _stragglers(tags: Sequence[OpenTag]) -> Iterator[dict[str, Any]]:
     """Report the rank that the latest save waited for, "always" if it was late in each of the last saves."""
     late = [straggler(phases) for tag in tags if (phases := _phases(tag))]
     phases = _phases(tags[-1]) if tags else ()
@@ -427,5 +444,5 @@ def _stragglers(tags: Sequence[Checkpoint]) -> Iterator[dict[str, Any]]:
     )
 
 
-def _phases(tag: Checkpoint) -> Sequence[RankPhases]:
+def _phases(tag: OpenTag) -> Sequence[RankPhases]:
     return () if tag.manifest is None else tag.manifest.phases

@@ -354,7 +354,7 @@ def test_damage_is_that_of_its_tag(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("module", "at"), [(listing, "open_complete_tag"), (report_document, "checkpoint_statistics")]
+    ("module", "at"), [(listing, "open_complete_tag"), (report_document, "read_statistics")]
 )
 def test_a_tag_that_retention_removes_is_no_damage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, module: ModuleType, at: str

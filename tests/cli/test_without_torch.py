@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
+from nxd_ckpt.cli.main import main
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -65,6 +66,16 @@ def test_a_command_needs_no_torch(run: Path, words: list[str], says: str) -> Non
     done = without_torch(*(word.replace(".", str(run), 1) if word.startswith(".") else word for word in words))
     assert (0, "") == (done.returncode, done.stderr)
     assert says in done.stdout
+
+
+def test_a_report_needs_none_once_the_values_are_counted(run: Path, tmp_path: Path) -> None:
+    """The statistics that an earlier report stored are enough; without them it says what it needs."""
+    page = tmp_path / "page.html"
+    first = without_torch("report", run, "-o", page)
+    assert "needs torch, which is not installed" in first.stderr
+    assert 0 == main(["report", str(run), "-o", str(page), "--quiet"])
+    again = without_torch("report", run, "-o", page)
+    assert (0, "", "3 tags, 0 problems" in again.stdout) == (again.returncode, again.stderr, True)
 
 
 def test_what_needs_torch_says_so(run: Path) -> None:
