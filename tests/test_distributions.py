@@ -59,7 +59,8 @@ def test_the_sdist_has_what_a_reader_needs(built: dict[str, Path]) -> None:
     with tarfile.open(built[".gz"]) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
     pages = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
-    building = {"MANIFEST.in", "mkdocs.yml", "pyproject.toml", "setup.py", "tests/README.md", "tools/documentation.py"}
+    building = {"MANIFEST.in", "mkdocs.yml", "pyproject.toml", "setup.py", "tools/documentation.py"}
+    building |= {"tests/README.md", "tests/counts.md"}
     folders = ("nxd_ckpt/", "docs/", "examples/")
     expected = pages | building | {name for name in _tracked() if name.startswith(folders)}
     made = {name for name in packed if name.startswith("nxd_ckpt.egg-info/")} | {"PKG-INFO", "setup.cfg"}

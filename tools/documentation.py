@@ -31,6 +31,7 @@ OUTSIDE = {
     "LICENSE": "licence.md",
     "SECURITY.md": "security.md",
     "tests/README.md": "tests.md",
+    "tests/counts.md": "counts.md",
     "docs/decisions": "decisions/index.md",
     **{path: str(Path(path).with_suffix(".md")) for path in EXAMPLES},
 }
