@@ -16,6 +16,7 @@ from nxd_ckpt import (
     Checkpointer,
     Topology,
     close_checkpointers,
+    convert,
     has_checkpoint,
     load_checkpoint,
     open_checkpoint,
@@ -210,6 +211,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
     "another default device": (lambda: _in_another_mode(lambda: device("meta"), lambda: device(None)), WORKS, ""),
     "another optimizer": (_another_optimizer, OptimizerMismatch, "the live SGD does not know: another class"),
     "no directory": (lambda: save_checkpoint(None, 1, STATE), InvalidArgument, "^the checkpoint directory is None"),
+    "no input": (
+        lambda: convert(None, "x", to="tag", tp=2),  # type: ignore[arg-type]
+        InvalidArgument,
+        "^src must be a string or a path, found None",
+    ),
     "no tag": (lambda: save_checkpoint("run", None, STATE), InvalidTag, "^tag must be a non-empty string such as"),
     "nothing to save": (lambda: save_checkpoint("run", 1), InvalidArgument, "^nothing was passed to be saved"),
     "a URL as a path": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ class Refusal:
     kind: str | None
     message: str
     unchanged: bool
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    """Two plain CPU ranks."""
-    with RankPool(nproc=2) as pool:
-        yield pool
 
 
 @pytest.fixture
@@ -83,6 +75,7 @@ BIG = {"weight": torch.ones(3000)}
         ([{"tag": "one"}, {"tag": ""}], errors.InvalidTag, "tag must be"),
         ([{"tag": "one"}, {"tag": "two"}], errors.RanksDisagree, "ranks 0 and 1 disagree"),
         ([{"tag": "one"}, {"tag": "one", "use_xser": True}], errors.RanksDisagree, "ranks 0 and 1 disagree"),
+        ([{"tag": "one"}, {"tag": "one", "use_xser": "perhaps"}], errors.InvalidArgument, "use_xser must be "),
         ([{"tag": "one"}, {"tag": "one", "optimizer": None}], errors.RanksDisagree, "ranks 0 and 1 disagree"),
         ([{"tag": "one"}, {"tag": "one", "rank_content": Settings()}], errors.UnsafePickle, "rank_content is"),
         ([{"tag": "one", "user_content": Settings()}, {"tag": "one"}], errors.UnsafePickle, "user_content is"),
@@ -134,6 +127,7 @@ def weights(names: list[str]) -> list[str]:
         ([{"tag": "../one"}] * 2, errors.InvalidTag, "tag '../one'"),
         ([{"rank_content": {}}, {}], errors.PartNotFound, "rank_00000.pt"),
         ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names 'absent'"),
+        ([{"verify": "later"}, {}], errors.InvalidArgument, "verify must be "),
         ([{}, {"ignore_keys": ["optim/*"]}], errors.RanksDisagree, "ignore_keys=['optim/*']"),
         ([{}, {"strict_model_weights": False}], errors.RanksDisagree, "strict_model_weights=False"),
         ([{}, {"ignore_keys": np.array(["optim/*", "rng"])}], errors.RanksDisagree, "ignore_keys=['optim/*', 'rng']"),

@@ -396,13 +396,6 @@ def test_a_metric_that_no_tag_has_removes_nothing(five: Path, caplog: pytest.Log
     assert [*LOSSES, "step_6"] == visible_tags(five)
 
 
-def test_a_save_of_nothing_is_refused(five: Path) -> None:
-    """An empty tag would be the latest, and retention would remove the last good one for it."""
-    with pytest.raises(InvalidArgument, match="nothing was passed to be saved"):
-        Checkpointer(five).save("step_6", num_kept_ckpts=1)
-    assert [*LOSSES] == visible_tags(five)
-
-
 @pytest.mark.parametrize("in_store", [False, True])
 def test_the_newest_optimizer_and_model_stay(tmp_path: Path, in_store: bool) -> None:
     """While no newer tag has one: a run of exports, or of notes, does not remove what can be resumed from."""
