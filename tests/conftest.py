@@ -35,7 +35,7 @@ gc.disable()  # until all tests are collected: walking through modules again and
 
 REPOSITORY = Path(__file__).parents[1]
 # How long an example takes says something of the machine, nothing of the code.
-settings.register_profile("short", deadline=None, max_examples=40)
+settings.register_profile("short", deadline=None, max_examples=25)
 settings.register_profile("soak", deadline=None)
 settings.load_profile("short")
 
@@ -145,4 +145,11 @@ def xla_ranks() -> Iterator[RankPool]:
 def gloo_ranks() -> Iterator[RankPool]:
     """Four ranks of a gloo process group, one pool for the whole session."""
     with RankPool(nproc=4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[RankPool]:
+    """Two ranks of a gloo process group, one pool for the whole session."""
+    with RankPool(nproc=2) as pool:
         yield pool

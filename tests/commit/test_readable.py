@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,6 @@ def _saved(rank: int, directory: str, tag: str, name: str) -> str:
     except SaveFailed as error:
         return str(error)
     return "saved"
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    """Two plain CPU ranks."""
-    with RankPool(nproc=2) as pool:
-        yield pool
 
 
 def test_an_index_that_no_load_reads_fails_the_save(pair: RankPool, tmp_path: Path) -> None:

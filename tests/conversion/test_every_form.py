@@ -123,6 +123,7 @@ def _options(source: str, names: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("form", "names"), FORMS)
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.one_in(3)  # another third of the forms for each source
 def test_every_source_in_every_form(
     tmp_path: Path, written: Callable[[str], Path], source: str, form: Any, names: Any
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.box import Box, is_tiling
@@ -92,7 +92,6 @@ def cut_up(box: Box, data: st.DataObject) -> list[Box]:
     return [piece for half in halves for piece in cut_up(half, data)]
 
 
-@settings(max_examples=30)
 @given(st.data())
 def test_pieces_are_all_of_a_box_or_they_are_not(data: st.DataObject) -> None:
     """Any cut is all of it; with a piece lost, twice there or moved it is what counting the elements says."""

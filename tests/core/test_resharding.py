@@ -16,7 +16,7 @@ from tests.core.cuts import PADDING, Array, Job, part_of, two_fused_jobs, two_jo
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 BOTH = two_jobs() | two_fused_jobs()
-slow_machine = settings(deadline=None, max_examples=150)
+slow_machine = settings(deadline=None, max_examples=60)
 
 
 def loaded(whole: Array, saved: Job, shape: tuple[int, ...], reads: list[Read[CutIndex]]) -> Array:

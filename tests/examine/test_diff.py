@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt import (
@@ -101,7 +101,6 @@ def test_what_differs_is_told(tmp_path: Path) -> None:
     ),
     dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float64])] * 2),
 )
-@settings(max_examples=200, deadline=None)
 def test_numbers_are_compared_as_numpy_would(
     values: list[tuple[float, float]], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt import (
@@ -59,7 +59,6 @@ def test_metadata_tells_of_every_tensor_and_reads_none(examples: Path, cut: Chec
 
 
 @given(data=st.data(), name=st.sampled_from(KNOWN))
-@settings(max_examples=40, deadline=None)
 def test_a_box_is_the_slice_of_the_whole_tensor(cut: Checkpoint, data: st.DataObject, name: str) -> None:
     """Of every cut, whatever ranks it runs over: slices as Python means them, or a Box."""
     expected = whole(name)

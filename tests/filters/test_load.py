@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from tests.tag.equality import difference
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SAVED = {"a.weight": 1.0, "b.weight": 2.0, "c.weight": 3.0}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_open() -> Iterator[None]:
-    yield
-    nxd_ckpt.close_checkpointers()
 
 
 @pytest.fixture(scope="module")

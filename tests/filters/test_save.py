@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import nxd_ckpt
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.core.tag_templates import filled_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, InvalidTag, PartNotFound, SaveFailed
 from nxd_ckpt.saving.options import understood
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_open() -> Iterator[None]:
-    yield
-    nxd_ckpt.close_checkpointers()
 
 
 def test_weights_only_saves_the_model_and_nothing_else(tmp_path: Path) -> None:

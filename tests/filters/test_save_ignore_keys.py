@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from tests.interop.saving import save_as_every_rank
 from tests.live.doubles import ShardedOptimizer
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_open() -> Iterator[None]:
-    yield
-    nxd_ckpt.close_checkpointers()
 
 
 def net(value: float) -> torch.nn.ModuleDict:

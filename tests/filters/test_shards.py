@@ -3,7 +3,6 @@ and what stays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 SAVED = {"a.weight": 1.0, "b.weight": 2.0}
 LIVE = dict.fromkeys(SAVED, 77.0)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_open() -> Iterator[None]:
-    yield
-    nxd_ckpt.close_checkpointers()
 
 
 def sharded(model: torch.nn.Module, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """Calls that meet a hostile file, in a process of their own with a limit on memory; what each does, as JSON lines.
 
-``python -m tests.hostile.places DIRECTORY PATH ...`` tries every kind of hostile file in place of every PATH
-below DIRECTORY, each in a copy of its own.
+``python -m tests.hostile.places DIRECTORY PATH`` tries every kind of hostile file in place of the PATH below DIRECTORY,
+each in a copy of its own.
 """
 
 from __future__ import annotations
@@ -94,14 +94,13 @@ def attempt(call: Callable[[Path], object], path: Path) -> dict[str, Any]:
         return {"raw": f"{type(error).__name__}: {error}"}
 
 
-def run(kept: Path, places: list[str]) -> None:
-    """One line for each kind in each place: what every call did, and whether what lies outside is as it was."""
+def run(kept: Path, place: str) -> None:
+    """One line for each kind: what every call did, and whether what lies outside is as it was."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    for place in places:
-        for kind, make in KINDS.items():
-            with tempfile.TemporaryDirectory() as scratch:
-                print(json.dumps(_try(Path(scratch), kept, place, kind, make)), flush=True)
+    for kind, make in KINDS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            print(json.dumps(_try(Path(scratch), kept, place, kind, make)), flush=True)
 
 
 def _try(scratch: Path, kept: Path, place: str, kind: str, make: Callable[[Path], object]) -> dict[str, Any]:
@@ -117,8 +116,8 @@ def _try(scratch: Path, kept: Path, place: str, kind: str, make: Callable[[Path]
     make(path)
     done = {name: attempt(call, directory) for name, call in CALLS.items()}
     untouched = [p.relative_to(outside).as_posix() for p in sorted(outside.rglob("*"))] == ["alice", "alice/file"]
-    return {"place": place, "kind": kind, "outside": untouched, "calls": done}
+    return {"kind": kind, "outside": untouched, "calls": done}
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2:])
+    run(Path(sys.argv[1]), sys.argv[2])

@@ -1,6 +1,6 @@
 """Whatever stands in place of a file: nobody hangs, raises anything but CheckpointErrors, or touches what lies outside.
 
-One process tries all (``places``), with a limit on memory; each test looks at what it said of one place.
+A process tries all kinds in one place (``places``), with a limit on memory.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ MARKERS = ["one/done", "one/checkpoint"]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What happened, for each kind of hostile file in each place of a directory with the tags ``one`` and ``two``."""
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the tags ``one`` and ``two``."""
     kept = tmp_path_factory.mktemp("kept") / "run"
     with Checkpointer(kept, durable=False) as checkpointer:
         checkpointer.save("one", model(), user_content={"steps": 1})
         checkpointer.save("two", {"weight": torch.zeros(3)})
-    places = [*OF_THE_DIRECTORY, *OF_A_TAG, *MARKERS, "one"]
+    return kept
+
+
+def calls(kept: Path, place: str) -> list[tuple[str, dict[str, Any]]]:
+    """What each kind of hostile file in that place did to every call, none of which may fail in another way than it
+    should."""
     source = "import runpy\nrunpy.run_module('tests.hostile.places', run_name='__main__')"
-    done = run_program(source, kept, *places)
+    done = run_program(source, kept, place)
     assert 0 == done.returncode, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def calls(told: list[dict[str, Any]], place: str) -> list[tuple[str, dict[str, Any]]]:
-    """What each kind of file there did to every call, none of which may fail in another way than it should."""
-    found = [one for one in told if one["place"] == place]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
     assert list(KINDS) == [one["kind"] for one in found]
     for one in found:
         assert one["outside"], one
@@ -59,9 +59,9 @@ def calls(told: list[dict[str, Any]], place: str) -> list[tuple[str, dict[str, A
 
 @pytest.mark.parametrize("place", OF_THE_DIRECTORY)
 @pytest.mark.one_in(2)
-def test_a_file_of_the_directory_is_in_nobodys_way(told: list[dict[str, Any]], place: str) -> None:
+def test_a_file_of_the_directory_is_in_nobodys_way(kept: Path, place: str) -> None:
     """Tags are listed, loaded, verified and saved as if it were not there."""
-    for kind, done in calls(told, place):
+    for kind, done in calls(kept, place):
         values = {name: outcome.get("value", outcome) for name, outcome in done.items()}
         loaded = {"weight": [1.0, 1.0, 1.0]}
         expected = {"has_checkpoint": True, "load": loaded, "verify": [], "list": ["one", "two"], "save": None}
@@ -69,9 +69,9 @@ def test_a_file_of_the_directory_is_in_nobodys_way(told: list[dict[str, Any]], p
 
 
 @pytest.mark.parametrize("place", OF_A_TAG)
-def test_a_file_of_a_tag_is_a_problem_of_that_tag(told: list[dict[str, Any]], place: str) -> None:
+def test_a_file_of_a_tag_is_a_problem_of_that_tag(kept: Path, place: str) -> None:
     """A load and ``verify`` name it; the other tag is listed, and another one is saved."""
-    for kind, done in calls(told, place):
+    for kind, done in calls(kept, place):
         assert {"value": True} == done["has_checkpoint"], kind
         assert place in done["load"]["told"], kind
         assert place in done["verify"]["value"][0], kind
@@ -79,17 +79,17 @@ def test_a_file_of_a_tag_is_a_problem_of_that_tag(told: list[dict[str, Any]], pl
 
 
 @pytest.mark.parametrize("place", MARKERS)
-def test_a_marker_that_is_none_is_a_problem(told: list[dict[str, Any]], place: str) -> None:
+def test_a_marker_that_is_none_is_a_problem(kept: Path, place: str) -> None:
     """``verify`` names it, or there is no such tag; the other one is there."""
-    for kind, done in calls(told, place):
+    for kind, done in calls(kept, place):
         said = done["verify"]
         assert place in said["value"][0] if "value" in said else "is incomplete" in said["told"], kind
         assert {"one", "two"} == set(done["list"]["value"]), kind
 
 
-def test_a_tag_that_is_no_directory_is_none(told: list[dict[str, Any]]) -> None:
+def test_a_tag_that_is_no_directory_is_none(kept: Path) -> None:
     """It is named and left alone, and the other one is there."""
-    for kind, done in calls(told, "one"):
+    for kind, done in calls(kept, "one"):
         assert {"value": ["two"]} == done["list"], kind
         assert re.search("/one is (a|no) |no tag 'one'", done["load"]["told"]), kind
 

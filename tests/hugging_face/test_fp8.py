@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -109,7 +109,6 @@ def spread(scale: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) 
 
 
 @given(data=st.data())
-@settings(max_examples=40)
 def test_any_part_is_that_of_the_whole(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Of matrices and stacks of them, with cut-off blocks at the edges, in groups of a few numbers."""
     path = tmp_path_factory.mktemp("part")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
@@ -51,7 +51,6 @@ def topologies(job: Job) -> list[Topology]:
 
 
 @given(job=jobs())
-@settings(max_examples=25)
 def test_every_rank_holds_what_a_conversion_by_hand_gives_it(
     tmp_path_factory: pytest.TempPathFactory, job: Job
 ) -> None:
@@ -315,12 +314,6 @@ def test_pickles_are_loaded_as_plain_data(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, model=model)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(nproc=4) as pool:
-        yield pool
-
-
 PIPELINE = Job(Model(), tp=2, pp=2)
 
 
@@ -340,22 +333,22 @@ def load_one_rank(rank: int, path: str, broken: int | None) -> State:
     return held(model)
 
 
-def test_the_ranks_of_a_job_load_together(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_ranks_of_a_job_load_together(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Each its part, from the meta device; a failing rank fails all of them, and nothing is changed on any."""
     state = write_model(tmp_path, PIPELINE.model)
-    found = ranks.run(load_one_rank, str(tmp_path), None)
+    found = gloo_ranks.run(load_one_rank, str(tmp_path), None)
     expected = [local_state(PIPELINE, state, at) for at in topologies(PIPELINE)]
     assert [[], [], [], []] == [differences(*pair) for pair in zip(expected, found, strict=True)]
-    outcomes = ranks.start(load_one_rank, str(tmp_path), 3).result(return_errors=True)
+    outcomes = gloo_ranks.start(load_one_rank, str(tmp_path), 3).result(return_errors=True)
     causes = [outcome.cause for outcome in outcomes if isinstance(outcome, WorkerError)]
     assert [ShapeMismatch] * 4 == [type(cause) for cause in causes]
 
 
-def test_a_tensor_of_no_stage_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_tensor_of_no_stage_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """What all stages together do not take."""
     state = write_model(tmp_path, PIPELINE.model)
     save_file({**state, "model.layers.9.mlp.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
-    outcomes = ranks.start(load_one_rank, str(tmp_path), None).result(return_errors=True)
+    outcomes = gloo_ranks.start(load_one_rank, str(tmp_path), None).result(return_errors=True)
     causes = [str(outcome.cause) for outcome in outcomes if isinstance(outcome, WorkerError)]
     assert 4 == len(causes)
     assert [] == [cause for cause in causes if "unexpected in the checkpoint: 'model.layers.9.mlp.bias'" not in cause]

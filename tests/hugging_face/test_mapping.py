@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.heads import Heads
@@ -56,7 +56,6 @@ def whole_from(state: State, match: Match, job: Job) -> tuple[torch.Tensor, list
 
 
 @given(jobs())
-@settings(max_examples=50)
 def test_every_rank_holds_what_a_conversion_by_hand_gives_it(job: Job) -> None:
     """From Hugging Face's tensors to each rank's, heads in order, copies and padding included."""
     state, sizes = job.model.state(), sizes_of(job)
@@ -75,7 +74,6 @@ def test_every_rank_holds_what_a_conversion_by_hand_gives_it(job: Job) -> None:
 
 
 @given(jobs())
-@settings(max_examples=50)
 def test_there_and_back_gives_the_same_tensors(job: Job) -> None:
     """Hugging Face to NxD to Hugging Face: every tensor, each element written once."""
     state, back = job.model.state(), dict[str, torch.Tensor]()

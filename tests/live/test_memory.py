@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,6 @@ def test_torch_dcp_refuses_freed_memory(tmp_path: Path, nbytes: int) -> None:
     for call in (dcp.save, dcp.load):
         with pytest.raises(CheckpointException, match=r"model.w: its memory was freed"):
             call({"model": {"w": freed}}, checkpoint_id=tmp_path / ("t" if call is dcp.load else "u"))
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    """Two plain CPU ranks."""
-    with RankPool(nproc=2) as pool:
-        yield pool
 
 
 def with_freed_memory(rank: int, directory: str) -> list[str]:

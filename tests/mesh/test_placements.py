@@ -56,7 +56,6 @@ def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 @given(layouts())
-@settings(max_examples=60, deadline=None)
 def test_pieces_are_what_torch_gives_each_rank(case: Case) -> None:
     """Put together of its pieces, each rank's tensor is the one that torch's placements cut for it."""
     shape, layout = case
@@ -70,7 +69,6 @@ def test_pieces_are_what_torch_gives_each_rank(case: Case) -> None:
 
 
 @given(layouts())
-@settings(max_examples=40, deadline=None)
 def test_shapes_and_offsets_are_those_of_torch(case: Case) -> None:
     """torch's own arithmetic for checkpoints says the same local shape, and where the first element is."""
     shape, layout = case
@@ -84,7 +82,6 @@ def test_shapes_and_offsets_are_those_of_torch(case: Case) -> None:
 
 
 @given(layouts(), st.data())
-@settings(max_examples=40, deadline=None)
 def test_holders_together_hold_a_box_once(case: Case, data: st.DataObject) -> None:
     """Of any box, the holders have each element once, and each of them has a part of it."""
     shape, layout = case
@@ -100,7 +97,6 @@ def test_holders_together_hold_a_box_once(case: Case, data: st.DataObject) -> No
 
 
 @given(layouts())
-@settings(max_examples=40, deadline=None)
 def test_replicas_hold_the_same(case: Case) -> None:
     """Each replica is another rank, its number leads back to it, and it holds what the others hold."""
     shape, layout = case

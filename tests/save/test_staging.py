@@ -10,7 +10,7 @@ from threading import Event
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
@@ -48,7 +48,6 @@ def planned(sizes: list[list[int]]) -> list[PlannedFile]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 12 * MIB), max_size=4), max_size=3),
     st.integers(CRC_BLOCK, 20 * MIB).map(lambda cap: cap // PAGE * PAGE),

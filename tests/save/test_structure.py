@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
@@ -55,7 +55,6 @@ def copied(tree: Any) -> Any:
     return map_tensors(tree, torch.clone, torch.Tensor)
 
 
-@settings(max_examples=200, deadline=None)
 @given(TREES, TREES)
 def test_trees_are_alike_and_of_equal_values_if_only_tensors_values_differ(one: Any, other: Any) -> None:
     """And only then; a copy is."""
@@ -66,7 +65,6 @@ def test_trees_are_alike_and_of_equal_values_if_only_tensors_values_differ(one: 
     assert (first.likeness, first.values) == (again.likeness, again.values)
 
 
-@settings(max_examples=100, deadline=None)
 @given(TREES)
 def test_tensors_come_in_the_order_of_the_tree(tree: Any) -> None:
     """As iter_tensors has them, by which files are laid out."""

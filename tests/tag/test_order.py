@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt import (
@@ -277,7 +277,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(events=EVENTS)
 def test_the_latest_is_the_newest_save(events: list[tuple[str, float]]) -> None:
     """Whoever saved, over an existing tag too, however the clock runs, and however often the run was copied between.
@@ -316,7 +315,6 @@ COARSE_EVENTS = st.lists(
 )
 
 
-@settings(max_examples=25)
 @given(events=COARSE_EVENTS, steps=st.booleans())
 def test_whole_seconds_hide_no_newest_save(events: list[tuple[str, float]], steps: bool) -> None:
     """Where files have whole-second times: the latest is the newest save, or it is said, and that one is not removed.

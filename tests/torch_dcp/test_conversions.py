@@ -176,12 +176,12 @@ def save_whole(directory: Path, state: dict[str, Any]) -> None:
     save(state, checkpoint_id=directory, no_dist=True)
 
 
-def test_what_two_ranks_saved_under_fsdp2_becomes_a_tag(tmp_path: Path, pool: RankPool) -> None:
+def test_what_two_ranks_saved_under_fsdp2_becomes_a_tag(tmp_path: Path, pair: RankPool) -> None:
     """Chunks of DTensors, even and uneven, of model and optimizer; and torch's ranks resume what becomes of it."""
-    [expected, _] = pool.run(ranks.save_fsdp2, tmp_path / "dcp")
+    [expected, _] = pair.run(ranks.save_fsdp2, tmp_path / "dcp")
     convert(tmp_path / "dcp", tmp_path / "tag", to="tag", dp=2, tp=1, optimizer_form="zero1")
     assert () == verify_checkpoint(tmp_path, "tag").problems
-    found = pool.run(ranks.fsdp2, tmp_path, "tag", False)
+    found = pair.run(ranks.fsdp2, tmp_path, "tag", False)
     assert [expected] * 2 == [one["before"] for one in found]
     assert {"note": "hi", "steps": 5} == open_checkpoint(tmp_path, "tag").user_content()
 

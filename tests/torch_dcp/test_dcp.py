@@ -65,26 +65,26 @@ def test_the_signatures_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "thread", pytest.param("process", marks=pytest.mark.soak)])
-def test_two_ranks_save_and_resume_under_fsdp2(how: str, tmp_path: Path, pool: RankPool) -> None:
+def test_two_ranks_save_and_resume_under_fsdp2(how: str, tmp_path: Path, pair: RankPool) -> None:
     """A Stateful object below any key, sync and async; the tag is one that load_checkpoint reads too."""
-    assert [True] * 2 == pool.run(switched.resumed, tmp_path, how, timeout=240)
+    assert [True] * 2 == pair.run(switched.resumed, tmp_path, how, timeout=240)
     app = job(lr=9.0)
     assert {"step": 7} == load_checkpoint(tmp_path, how, app.model, app.optimizer)
     assert not verify_checkpoint(tmp_path, how).problems
 
 
-def test_tags_of_others_load_under_any_keys(tmp_path: Path, pool: RankPool) -> None:
+def test_tags_of_others_load_under_any_keys(tmp_path: Path, pair: RankPool) -> None:
     """Of a Checkpointer on two ranks, and of neuronx-distributed."""
-    assert [True] * 2 == pool.run(switched.from_a_checkpointer, tmp_path)
+    assert [True] * 2 == pair.run(switched.from_a_checkpointer, tmp_path)
     first, second = job(), job(lr=9.0, seed=4)
     save_checkpoint(tmp_path / "alone", "step_1", first.model, first.optimizer)
     dcp.load({"any": second}, checkpoint_id=tmp_path / "alone" / "step_1")
     assert picture(first.model, first.optimizer) == picture(second.model, second.optimizer)
 
 
-def test_a_process_group_saves_alone(tmp_path: Path, pool: RankPool) -> None:
+def test_a_process_group_saves_alone(tmp_path: Path, pair: RankPool) -> None:
     """Two groups at a time, each to a directory of its own."""
-    assert [[0.0] * 3, [1.0] * 3] == pool.run(switched.halves, tmp_path)
+    assert [[0.0] * 3, [1.0] * 3] == pair.run(switched.halves, tmp_path)
 
 
 @pytest.mark.soak
@@ -95,9 +95,9 @@ def test_one_pair_of_hsdp_saves_for_both(tmp_path: Path) -> None:
         assert [expected] * 4 == four.run(switched.pairs, tmp_path, timeout=240)
 
 
-def test_a_model_that_was_on_the_meta_device_loads(tmp_path: Path, pool: RankPool) -> None:
+def test_a_model_that_was_on_the_meta_device_loads(tmp_path: Path, pair: RankPool) -> None:
     """Sharded, into memory that holds anything."""
-    assert [True] * 2 == pool.run(switched.onto_meta, tmp_path)
+    assert [True] * 2 == pair.run(switched.onto_meta, tmp_path)
     state = {"model": {name: torch.empty_like(value, device="meta") for name, value in Net().state_dict().items()}}
     dcp.load(state, checkpoint_id=tmp_path / "full")
     assert {"cpu"} == {value.device.type for value in state["model"].values()}
@@ -258,15 +258,15 @@ def test_a_bare_writer_refuses_subclasses(tmp_path: Path) -> None:
     assert [] == [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
 
 
-def test_subclasses_of_shards_are_each_ranks_own(tmp_path: Path, pool: RankPool) -> None:
+def test_subclasses_of_shards_are_each_ranks_own(tmp_path: Path, pair: RankPool) -> None:
     """Uneven shards, back in place on the same mesh; what is no shard is told the mesh."""
-    first, second = pool.run(switched.sharded_codes, tmp_path)
+    first, second = pair.run(switched.sharded_codes, tmp_path)
     assert ([1, 2, 3], 0.5, [11, 12], 0.5) == (*first[:2], *second[:2])
     assert all(
         "optim.state.w.exp_avg was saved as" in found[2] and "mesh of [2]" in found[2] for found in (first, second)
     )
 
 
-def test_what_one_rank_refuses_all_hear(tmp_path: Path, pool: RankPool) -> None:
+def test_what_one_rank_refuses_all_hear(tmp_path: Path, pair: RankPool) -> None:
     """A class that differs on one rank ends the load on both."""
-    assert all("model.w was saved as" in words for words in pool.run(switched.refused_on_one, tmp_path))
+    assert all("model.w was saved as" in words for words in pair.run(switched.refused_on_one, tmp_path))

@@ -34,15 +34,15 @@ def test_a_checkpoint_goes_through_a_tag_of_other_sizes_and_back(tmp_path: Path,
 
 
 @pytest.mark.once
-def test_ranks_under_fsdp2_exchange_checkpoints_with_it(tmp_path: Path, pool: RankPool) -> None:
+def test_ranks_under_fsdp2_exchange_checkpoints_with_it(tmp_path: Path, pair: RankPool) -> None:
     """Ours resume from what its function wrote, it from a tag of a mesh, model and optimizer; and torch's own
     ``dcp_to_torch_save`` makes one file of that."""
     from tests.torch_dcp import olmo
 
-    expected = pool.run(olmo.saved_on_ranks, tmp_path)[0]
+    expected = pair.run(olmo.saved_on_ranks, tmp_path)[0]
     convert(tmp_path / "olmo", tmp_path / "of_olmo" / "step_1", to="tag", optimizer_form="plain")
     convert(tmp_path / "ours" / "step_1", tmp_path / "dcp", to="dcp")
-    assert [[expected] * 2] * 2 == pool.run(olmo.resumed_on_ranks, tmp_path)
+    assert [[expected] * 2] * 2 == pair.run(olmo.resumed_on_ranks, tmp_path)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert expected["model"] == ranks.gathered(whole["model"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -60,7 +60,6 @@ def wanted(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]], torch.dtype, bo
     return name, box, draw(st.sampled_from((torch.float32, torch.float64))), draw(st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(wanted(), min_size=1, max_size=8))
 def test_any_boxes_equal_those_of_the_whole_tensors(examples: Path, boxes: list[Any]) -> None:
     """Whatever ranks cut, and whether the target lies as the values do or transposed, or is of another dtype."""
@@ -80,16 +79,16 @@ def test_any_boxes_equal_those_of_the_whole_tensors(examples: Path, boxes: list[
     assert list(range(len(boxes))) == sorted(planner.committed)
 
 
-def test_two_ranks_load_every_placement_and_resume_under_fsdp2(examples: Path, pool: RankPool) -> None:
+def test_two_ranks_load_every_placement_and_resume_under_fsdp2(examples: Path, pair: RankPool) -> None:
     """Even and uneven DTensors; FSDP2 resumes what was saved, of plain and ZeRO-1 tags, and trains on alike."""
     [job] = jobs()
     before = ranks.picture(job.model, job.optimizer)
     ranks.training(job.model, job.optimizer)
     expected = {"before": before, "after": ranks.picture(job.model, job.optimizer)}
-    assert [[], []] == pool.run(ranks.placements, examples)
+    assert [[], []] == pair.run(ranks.placements, examples)
     for flat in (False, True):
-        assert [expected] * 2 == pool.run(ranks.fsdp2, examples, "z_plain", flat)
-    first, second = pool.run(ranks.fsdp2, examples, "zero1", False)
+        assert [expected] * 2 == pair.run(ranks.fsdp2, examples, "z_plain", flat)
+    first, second = pair.run(ranks.fsdp2, examples, "zero1", False)
     assert first == second
     checkpoint = open_checkpoint(examples, "zero1")
     states = unsharded([checkpoint.optimizer_state(rank) for rank in range(2)])

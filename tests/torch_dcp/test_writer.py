@@ -42,12 +42,12 @@ def plain_state(number: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["save", "thread", "process"])
-def test_two_ranks_save_under_fsdp2_and_all_readers_read_it(how: str, tmp_path: Path, pool: RankPool) -> None:
+def test_two_ranks_save_under_fsdp2_and_all_readers_read_it(how: str, tmp_path: Path, pair: RankPool) -> None:
     """``save`` and both kinds of ``async_save``: torch resumes it, so does a plain job, and every byte is verified."""
-    first, second = pool.run(writing.saved_fsdp2, tmp_path, how, timeout=240)
+    first, second = pair.run(writing.saved_fsdp2, tmp_path, how, timeout=240)
     assert first == second
     tag = f"by_{how}"
-    assert [first] * 2 == pool.run(writing.resumed, tmp_path, tag)
+    assert [first] * 2 == pair.run(writing.resumed, tmp_path, tag)
     model = Net()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=9.0)
     content = load_checkpoint(tmp_path, tag, model, optimizer)
@@ -59,15 +59,15 @@ def test_two_ranks_save_under_fsdp2_and_all_readers_read_it(how: str, tmp_path: 
     assert [] == [path.name for path in (tmp_path / ".nxd_ckpt" / "staging").glob("*")]
 
 
-def test_what_was_saved_with_any_placement_loads_with_any_other(tmp_path: Path, pool: RankPool) -> None:
+def test_what_was_saved_with_any_placement_loads_with_any_other(tmp_path: Path, pair: RankPool) -> None:
     """Even and uneven shards, empty ones, scalars, tensors without elements, replicas."""
-    assert [[], []] == pool.run(writing.any_placement, tmp_path)
+    assert [[], []] == pair.run(writing.any_placement, tmp_path)
     assert not verify_checkpoint(tmp_path, "step_0").problems
 
 
-def test_ranks_with_other_names_are_put_together(tmp_path: Path, pool: RankPool) -> None:
+def test_ranks_with_other_names_are_put_together(tmp_path: Path, pair: RankPool) -> None:
     """Pipeline stages: model, optimizer, options and data loaders of each rank, by name, in one tag."""
-    pool.run(writing.stages, tmp_path)
+    pair.run(writing.stages, tmp_path)
     state: dict[str, Any] = {
         "model": {f"layers.{rank}.weight": torch.zeros(2, 2) for rank in range(2)},
         "optim": {f"state.layers.{rank}.weight.exp_avg": torch.zeros(2, 2) for rank in range(2)}
@@ -81,17 +81,17 @@ def test_ranks_with_other_names_are_put_together(tmp_path: Path, pool: RankPool)
     assert {"layers.0.weight", "layers.1.weight"} == set(parameters(tmp_path, "stages"))
 
 
-def test_a_rank_may_have_several_chunks_of_a_tensor(tmp_path: Path, pool: RankPool) -> None:
+def test_a_rank_may_have_several_chunks_of_a_tensor(tmp_path: Path, pair: RankPool) -> None:
     """As ShardedTensor has: torch and we put them together."""
     expected = writing.whole("even")
-    assert [expected.tolist()] * 2 == pool.run(writing.chunks, tmp_path)
+    assert [expected.tolist()] * 2 == pair.run(writing.chunks, tmp_path)
     assert torch.equal(expected, open_checkpoint(tmp_path).read("model/w"))
     assert () == verify_checkpoint(tmp_path).problems
 
 
-def test_each_rank_may_save_alone(tmp_path: Path, pool: RankPool) -> None:
+def test_each_rank_may_save_alone(tmp_path: Path, pair: RankPool) -> None:
     """``no_dist=True`` on every rank of a job, each to a directory of its own; and without a process group at all."""
-    pool.run(writing.alone, tmp_path)
+    pair.run(writing.alone, tmp_path)
     for rank in range(2):
         state = {"model": {"w": torch.zeros(3)}}
         load(state, storage_reader=StorageReader(tmp_path / str(rank) / "one"))
@@ -100,18 +100,18 @@ def test_each_rank_may_save_alone(tmp_path: Path, pool: RankPool) -> None:
     assert has_checkpoint(tmp_path / "here")
 
 
-def test_cached_plans_are_saved_to_the_right_tags(tmp_path: Path, pool: RankPool) -> None:
+def test_cached_plans_are_saved_to_the_right_tags(tmp_path: Path, pair: RankPool) -> None:
     """With ``enable_plan_caching`` no plan is sent from the second save on, not even for another directory."""
     base = writing.whole("uneven")
     expected = [[(base * (number + 1)).tolist(), number] for number in range(3)]
-    assert [expected] * 2 == pool.run(writing.cached_plans, tmp_path)
+    assert [expected] * 2 == pair.run(writing.cached_plans, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["reading", "writing"])
-def test_a_failure_on_one_rank_reaches_all_and_nothing_is_visible(how: str, tmp_path: Path, pool: RankPool) -> None:
+def test_a_failure_on_one_rank_reaches_all_and_nothing_is_visible(how: str, tmp_path: Path, pair: RankPool) -> None:
     """Whether the planner or the storage fails on rank 1: both ranks raise its error, and the next save works."""
     cause = {"reading": "the device is gone", "writing": "No space left on device"}[how]
-    assert [True, True] == [cause in words for words in pool.run(writing.failed, tmp_path, how)]
+    assert [True, True] == [cause in words for words in pair.run(writing.failed, tmp_path, how)]
     assert ["good"] == tags(tmp_path)
     assert [] == list((tmp_path / ".nxd_ckpt" / "staging").glob("*"))
     assert not verify_checkpoint(tmp_path, "good").problems
@@ -262,9 +262,9 @@ def test_the_tag_says_that_dcp_wrote_it(tmp_path: Path) -> None:
     }
 
 
-def test_tools_take_the_tag_as_any_other(tmp_path: Path, pool: RankPool) -> None:
+def test_tools_take_the_tag_as_any_other(tmp_path: Path, pair: RankPool) -> None:
     """It is inspected, cut for other sizes, and made a directory of DCP, all bit for bit."""
-    first, _ = pool.run(writing.saved_fsdp2, tmp_path, "save")
+    first, _ = pair.run(writing.saved_fsdp2, tmp_path, "save")
     tag = tmp_path / "by_save"
     assert 0 == main(["inspect", str(tag)])
     convert(tag, tmp_path / "out" / "cut", to="tag", dp=2, tp=1)
