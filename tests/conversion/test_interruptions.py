@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,33 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, convert, has_checkpoint, open_checkpoint
+from nxd_ckpt import Checkpointer, convert, open_checkpoint
 from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.conversion import tag_writer
 from nxd_ckpt.errors import CheckpointError, SaveFailed
 from nxd_ckpt.output import locations
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.conversion.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
-from tests.support.processes import run_program
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-KILLED = """
-import sys
-from nxd_ckpt import convert
-from nxd_ckpt.output import locations
-from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, killing
-
-hook = killing("close", "*/optim/dp_rank_01*")
-locations.open_storage = lambda path, durable, options: HookedStorage(LocalStorage(path, durable), hook)
-convert(sys.argv[1], sys.argv[2], to="tag", optimizer_form="zero1", dp=3, overwrite=True)
-"""
-
 
 @contextmanager
 def full_disk() -> Iterator[None]:
@@ -77,25 +61,6 @@ def test_a_tag_that_another_job_completed_meanwhile(
     assert {"weight": [1.0, 1.0]} == {name: tensor.tolist() for name, tensor in model.items()}
     unshard(overwrite=True)
     assert target.is_dir("t/optim")
-
-
-def test_a_conversion_killed_in_the_middle_shows_nothing(tmp_path: Path) -> None:
-    """SIGKILL between two ranks' files: nothing is visible, the input is as it was, and a second run succeeds."""
-    source = save_example(tmp_path / "input", 2)
-    before = contents(source)
-    output = tmp_path / "output"
-
-    killed = run_program(KILLED, source, output / "dp3")
-
-    assert -signal.SIGKILL == killed.returncode
-    assert [] == list_tags(LocalStorage(output))
-    assert not has_checkpoint(output)
-    assert any("dp_rank_00" in file for file in remains(output))  # it was in the middle
-    convert(source, output / "dp3", to="tag", optimizer_form="zero1", dp=3)
-    cut = [sharded(whole(), 3, rank) for rank in range(3)]
-    assert None is difference(plainly(cut), plainly(optimizers(output / "dp3")))
-    assert [] == remains(output)
-    assert before == contents(source)
 
 
 def test_a_full_disk_leaves_nothing_of_the_attempt(tmp_path: Path) -> None:

@@ -305,25 +305,6 @@ def test_what_is_no_lease_is_set_aside(
     assert held.run_id == getattr(lease.read(storage), "run_id", None)
 
 
-def acquire_at_once(rank: int, path: Path) -> str:
-    """Whether this process won, of several that find a dead job's lease; it stays alive until all have tried."""
-    try:
-        lease.acquire(LocalStorage(path), f"run{rank}", 0.5)
-        outcome = "won"
-    except DirectoryInUse:
-        outcome = "refused"
-    (path / f"tried{rank}").touch()
-    while len(list(path.glob("tried*"))) < 4:
-        pass
-    return outcome
-
-
-def test_one_of_several_wins_a_dead_lease(storage: LocalStorage) -> None:
-    """The others find the winner alive."""
-    Job(1, acquire_and_end, storage.root).values()
-    assert ["refused"] * 3 + ["won"] == sorted(Job(4, acquire_at_once, storage.root).values())
-
-
 def beat_twice(held: Lease, storage: Storage) -> None:
     looks = threading.Semaphore(0)
     watched = HookedStorage(storage, lambda done: looks.release() if done == Operation("read", LEASE) else None)
@@ -401,12 +382,6 @@ def test_a_lease_that_is_given_back_meanwhile_is_taken(storage: LocalStorage) ->
     write(storage, ABROAD)
     freed = HookedStorage(storage, lambda done: storage.remove(LEASE) if done[:2] == ("read", LEASE) else None)
     assert lease.acquire(freed, "new", 1.0) == lease.read(storage)
-
-
-def test_who_holds_the_lease_is_told_so_again(storage: LocalStorage) -> None:
-    """The same run of this process, that is."""
-    held = lease.acquire(storage, "one", 1.0)
-    assert held == lease.acquire(storage, "one", 1.0)
 
 
 def test_a_lease_that_was_taken_over_lasts(storage: LocalStorage) -> None:

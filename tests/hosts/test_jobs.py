@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,9 @@ import pytest
 
 from nxd_ckpt import Checkpointer, Tier, Topology, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
-from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
-from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, of, save, state, there, tier
-from tests.protocol.job import Died, Job, until
+from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, save, state, there, tier
+from tests.protocol.job import Job, until
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -37,44 +34,6 @@ def test_a_job_saves_and_loads(tmp_path: Path, ranks_per_host: int) -> None:
         own = sorted(found.name for found in (folder / "step_3" / "model").iterdir())
         first = rank // ranks_per_host * ranks_per_host
         assert [f"dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt" for tp in range(first, first + ranks_per_host)] == own
-
-
-def save_and_be_killed(rank: int, path: Path, victim: int, name: str, end: str) -> str:
-    """One save, and another in which a rank is killed just before its first call of that name for such a key."""
-    original = getattr(HostsStorage, name)
-
-    def killing(self: HostsStorage, key: str, *arguments: Any) -> Any:
-        if rank == victim and key.startswith("step_2") and key.endswith(end):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, key, *arguments)
-
-    setattr(HostsStorage, name, killing)
-    saver = Checkpointer(tiers=[tier(path, rank)], topology=of(rank), timeout=TIMEOUT)
-    try:
-        for step in (1, 2):
-            saver.save(f"step_{step}", state(step, rank), user_content={"step": step})
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        saver.abandon()
-    return "saved"
-
-
-def load_and_save(rank: int, path: Path, **options: Any) -> int:
-    tiers = [tier(path, rank, **options)]
-    found = load(rank, path, tiers)
-    save(rank, path, [7], **options)
-    return found
-
-
-@pytest.mark.parametrize("end", ["done", pytest.param("manifest.json", marks=pytest.mark.soak)])
-def test_rank_0_is_killed_while_it_commits(tmp_path: Path, end: str) -> None:
-    """The tag is not there, and no other rank takes it for saved; the next launch removes what is left."""
-    outcomes = Job(RANKS, save_and_be_killed, tmp_path, 0, "link_new", end, group=True).outcomes()
-    assert isinstance(outcomes.pop(0), Died)
-    assert all("OutcomeUnknown" in outcome for outcome in outcomes), outcomes
-    assert RANKS * [1] == Job(RANKS, load_and_save, tmp_path, group=True).values()
-    assert not any((host_of(tmp_path, rank) / "step_2").exists() for rank in range(RANKS))
 
 
 def test_without_a_process_group_it_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Tier, Topology
 from nxd_ckpt.commit import session
-from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, VOTES
+from nxd_ckpt.coordination.paths import LEASE, VOTES
 from nxd_ckpt.errors import (
     CheckpointError,
     DirectoryInUse,
@@ -175,35 +174,11 @@ def test_a_second_live_job_is_refused(tmp_path: Path) -> None:
     assert ["first", "second"] == visible_tags(tmp_path / "ckpt")
 
 
-def test_a_dead_job_is_taken_over(tmp_path: Path) -> None:
-    """After SIGKILL the next job on this host saves at once, without any waiting for a heartbeat."""
-    started(tmp_path).kill_all()
-    assert (tmp_path / "ckpt" / ".nxd_ckpt" / "lease.json").exists()
-    assert [None, None] == Job(2, saves_once, tmp_path / "ckpt", group=True).values()
-    assert ["first", "other"] == visible_tags(tmp_path / "ckpt")
-
-
 ABROAD = {"run_id": "abroad", "host": "another/boot/namespace", "pid": 1, "born": "1"}
 
 
 def lease_of_another_host(path: Path) -> None:
     LocalStorage(path).write(LEASE, json.dumps(ABROAD).encode())
-
-
-def test_a_job_on_another_host_that_beats_is_respected(tmp_path: Path) -> None:
-    """Its process cannot be asked; that its heartbeat changes is enough."""
-    beats = itertools.count()
-
-    def beat(operation: Operation) -> None:
-        if operation == Operation("read", HEARTBEAT):  # whoever looks twice sees another beat
-            LocalStorage(tmp_path).write(HEARTBEAT, json.dumps({**ABROAD, "beat": next(beats)}).encode())
-
-    lease_of_another_host(tmp_path)
-    saver = Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), beat), timeout=2)
-    error = error_of(saver, "t", {"weight": torch.ones(3)})
-    assert DirectoryInUse is type(error)
-    assert "run abroad" in str(error)
-    assert [] == visible_tags(tmp_path)
 
 
 def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -> None:

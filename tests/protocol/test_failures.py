@@ -34,24 +34,10 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
-# The second save's effects on any rank, in order: what fails, and on which keys.
-OWN_PART = [
-    ("create", "*-2/model/*"),
-    ("write_at", "*-2/model/*"),
-    ("close", "*-2/model/*"),
-    ("sync_dir", "*-2/model"),
-    ("close", "*-2/index/*"),
-    ("write", "*-2/rank_*.vote.json"),
-    ("sync_dir", ".nxd_ckpt/votes/*-2"),
-]
+# What fails of the second save on any rank, and on which keys; tests/simulation lets any call fail.
+OWN_PART = [("write_at", "*-2/model/*"), ("write", "*-2/rank_*.vote.json"), ("sync_dir", ".nxd_ckpt/votes/*-2")]
 # What rank 0 does alone.
-COMMIT = [
-    ("read", "*-2/index/*"),
-    ("close", "*-2/manifest.json"),
-    ("close", "*-2/done"),
-    ("rename", "*-2 -> second"),
-    ("sync_dir", ""),
-]
+COMMIT = [("close", "*-2/done"), ("sync_dir", "")]
 
 
 def three_saves(
@@ -81,7 +67,7 @@ def three_saves(
 
 @pytest.mark.parametrize(
     ("failing_rank", "name", "pattern"),
-    [(number % 2, *part) for number, part in enumerate(OWN_PART[:-1])],
+    [(number, *part) for number, part in enumerate(OWN_PART[:-1])],
     ids=lambda value: str(value).replace("/", "|"),
 )
 def test_failed_write_or_sync_of_one_rank_fails_the_save_on_all(
@@ -108,7 +94,6 @@ def test_a_vote_that_is_seen_counts_even_if_its_sync_fails(tmp_path: Path, faili
 
 
 @pytest.mark.parametrize(("name", "pattern"), COMMIT, ids=lambda value: value.replace("/", "|") or "root")
-@pytest.mark.one_in(2)
 def test_failed_commit_fails_the_save_on_all(tmp_path: Path, name: str, pattern: str) -> None:
     """What rank 0 cannot complete, rename or make durable is visible to no one; not even the parent's sync may fail."""
     outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, group=True).values()
@@ -119,18 +104,7 @@ def test_failed_commit_fails_the_save_on_all(tmp_path: Path, name: str, pattern:
     assert (1, 3) == (saved_value(tmp_path, "first", 2), saved_value(tmp_path, None, 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "pattern"),
-    [
-        ("write", ".nxd_ckpt/journal.json"),
-        ("swap", "* <-> first"),
-        ("rename", "*-2 -> *"),
-        ("sync_dir", ""),
-        ("sync_dir", ".nxd_ckpt"),
-    ],
-    ids=lambda value: value.replace("/", "|") or "root",
-)
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("name", "pattern"), [("swap", "* <-> first"), ("sync_dir", ".nxd_ckpt")])
 def test_failed_overwrite_leaves_the_old_tag_in_place(tmp_path: Path, name: str, pattern: str) -> None:
     """A swap that fails half-way is undone at once: the job lives on, and so does the old tag."""
     outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, "first", group=True).values()

@@ -15,7 +15,6 @@ from nxd_ckpt import (
     Last,
     Tier,
     close_checkpointers,
-    effects,
     load_checkpoint,
     remove_checkpoint,
     save_checkpoint,
@@ -23,7 +22,7 @@ from nxd_ckpt import (
 from nxd_ckpt.errors import CorruptCheckpoint, DirectoryInUse, InvalidArgument, SaveFailed
 from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
+from nxd_ckpt.testing.storage import HookedStorage, failing
 from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.states import visible_tags
 from tests.support.damage import flip
@@ -83,23 +82,6 @@ def test_the_same_tag_can_be_saved_again_and_again(tmp_path: Path) -> None:
     assert 2 == value_of(tmp_path)
 
 
-def test_the_old_tag_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    """Up to the swap itself, the old one is visible and loads."""
-    seen: list[int] = []
-
-    def hook(operation: Operation) -> None:
-        if armed and (operation.name, operation.key) == ("write", ".nxd_ckpt/journal.json"):
-            seen.append(value_of(tmp_path, "t"))
-
-    armed = False
-    with Checkpointer(tmp_path, storage=HookedStorage(LocalStorage(tmp_path), hook)) as saver:
-        saver.save("t", {"weight": torch.tensor([1])})
-        armed = True
-        saver.save("t", {"weight": torch.tensor([2])})
-    assert [1] == seen
-    assert 2 == value_of(tmp_path, "t")
-
-
 def test_what_is_no_checkpoint_is_never_removed(tmp_path: Path) -> None:
     """Logs, a directory that only looks like a tag, and a tag that another program is writing, stay."""
     (tmp_path / "logs").mkdir()
@@ -126,37 +108,6 @@ def test_checkpoints_of_nxd_are_retired_too(tmp_path: Path) -> None:
     assert [["nxd_2", "a"], ["a", "b"]] == save_all(tmp_path, ["a", "b"], 2)
 
 
-def test_a_clock_that_jumps_back_reorders_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is that of the saves; retention goes by it, and so does NxD, which looks at ``done``'s time."""
-    now = time.time()
-    clock = iter([now, now - 3600, now - 7200, now - 10**8])
-    with Checkpointer(tmp_path) as saver:
-        for value, tag in enumerate(["a", "b", "c", "d"]):
-            moment = next(clock)
-            monkeypatch.setattr(effects, "time", lambda moment=moment: moment)
-            saver.save(tag, {"weight": torch.tensor([value])}, num_kept_ckpts=3)
-    assert ["b", "c", "d"] == visible_tags(tmp_path)
-    assert 3 == value_of(tmp_path)
-    times = [(tmp_path / tag / "done").stat().st_mtime for tag in ("b", "c", "d")]
-    assert times == sorted(set(times))
-
-
-def test_a_retention_that_fails_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The new tag is safe; the failure is logged, and the next save removes what is too much."""
-    hook = failing("rename", "a -> *", OSError(errno.EACCES, "Permission denied"))
-    tags = []
-    armed = [True]
-    storage = HookedStorage(LocalStorage(tmp_path), lambda operation: hook(operation) if armed else None)
-    with Checkpointer(tmp_path, storage=storage) as saver:
-        for value, tag in enumerate("abc"):
-            if tag == "c":
-                armed.clear()
-            saver.save(tag, {"weight": torch.tensor([value])}, num_kept_ckpts=1)
-            tags.append(visible_tags(tmp_path))
-    assert [["a"], ["a", "b"], ["c"]] == tags
-    assert "retention" in caplog.text
-
-
 def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     """Retention comes after the new tag is visible and durable, not before."""
     hook = failing("rename", "*-2 -> b", OSError(errno.EIO, "Input/output error"))
@@ -168,12 +119,6 @@ def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     saver.close()
     assert ["a"] == visible_tags(tmp_path)
     assert 1 == value_of(tmp_path)
-
-
-def test_a_job_leaves_nothing_behind(tmp_path: Path) -> None:
-    """After a close there are tags, and nothing else."""
-    save_all(tmp_path, ["a", "b", "a", "c"], 2)
-    assert ["a", "c"] == sorted(path.name for path in tmp_path.iterdir())
 
 
 def test_one_tag_is_removed_also_where_this_job_saves(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import torch
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint
 from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.testing.storage import HookedStorage, Operation, killing
-from tests.protocol.job import Died, Job, until
-from tests.protocol.states import PATIENCE, lose_patience, save, weights
+from tests.protocol.job import Job, until
+from tests.protocol.states import PATIENCE, save, weights
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -52,22 +49,6 @@ def meet(folder: Path, run: str, rank: int) -> None:
     """Return once both ranks are here."""
     (folder / f"{run}.{rank}").touch()
     until((folder / f"{run}.{1 - rank}").exists)
-
-
-def dies(rank: int, path: Path, run: str, victim: int, name: str, pattern: str) -> None:
-    """A save, then one over its tag, in which ``victim`` is killed just before an operation."""
-    armed = False
-
-    def hook(operation: Operation) -> None:
-        if armed and rank == victim:
-            kill(operation)
-
-    kill = killing(name, pattern)
-    saver = saver_on(HookedStorage(Mounted(path), hook), rank, run)
-    save(saver, "first", 1)
-    armed = True
-    lose_patience(saver)
-    save(saver, "first", 2, overwrite=True)
 
 
 def value_in(path: Path, tag: str) -> int:
@@ -106,37 +87,3 @@ def test_an_error_that_is_about_something_else_is_one(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         saver.save("t", {})
     saver.close()
-
-
-KILLS = [
-    (0, "remove", "first/done"),
-    (0, "remove", "first"),
-    (0, "link_new", "first/checkpoint"),
-    (0, "write", "*/begin"),
-    (0, "create", "first/*"),
-    (1, "create", "first/*"),
-    (1, "close", "first/model/*"),
-    (1, "link_new", "first/index/*"),
-    (1, "write", "*.vote.json"),
-    (0, "link_new", "first/manifest.json"),
-    (0, "link_new", "first/done"),
-    (0, "write", "*/verdict.json"),
-]
-
-
-@pytest.mark.parametrize(("victim", "name", "pattern"), KILLS, ids=lambda value: str(value).replace("/", "|"))
-@pytest.mark.one_in(3)
-def test_what_is_visible_after_a_kill_is_complete(tmp_path: Path, victim: int, name: str, pattern: str) -> None:
-    """What is visible is complete, whoever looks; the next job's first save removes what is not."""
-    path = tmp_path / "checkpoints"
-    job = Job(2, dies, path, "one", victim, name, pattern)
-    assert isinstance(job.outcome(victim), Died)
-    job.kill_all()
-    complete = [info.tag for info in list_tags(LocalStorage(path)) if info.complete]
-    expected = {"first/done": 1, "*/verdict.json": 2}.get(pattern if name != "link_new" else "")
-    assert ([] if expected is None else ["first"]) == complete
-    assert [expected] * len(complete) == [value_in(path, tag) for tag in complete]
-    assert [(None, False)] * 2 == Job(2, saves, path, "two", "second", 3, None).values()
-    assert sorted([*complete, "second"]) == sorted(name for name in os.listdir(path) if name[0] != ".")
-    assert [] == os.listdir(path / ".nxd_ckpt" / "staging")
-    assert 3 == value_in(path, "second")

@@ -484,11 +484,6 @@ def _as_far_as_it_goes(step: Step) -> Step:
     return partial
 
 
-def test_a_reused_plan_follows_the_first_training_steps(tmp_path: Path) -> None:
-    """State appears, then counts and values change."""
-    same_as_fresh(tmp_path, [job()], [train, train, values, train])
-
-
 def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other tests are about does happen: values and numbers change, and nothing is planned again."""
     planned: list[SaveState] = []
@@ -816,19 +811,3 @@ def test_the_memory_of_a_failed_save_is_free(tmp_path: Path, caplog: pytest.LogC
         saver.save("good", {"w": torch.ones(2)})
         del model
         assert expires(memory)
-
-
-def test_what_is_saved_with_a_kept_plan_loads(tmp_path: Path) -> None:
-    """Into a fresh model and optimizer, which then hold what was saved."""
-    found, other = trained(), job()
-    with Checkpointer(tmp_path, durable=False) as saver:
-        for number in range(3):
-            train(found)
-            found.save(saver, f"{number}").wait()
-        saver.load("2", other.model, other.optimizer)
-    expected, actual = found.model.state_dict(), other.model.state_dict()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected if name != "_extra_state")
-    assert expected["_extra_state"]["seen"] == actual["_extra_state"]["seen"]
-    assert found.optimizer.param_groups[0]["lr"] == other.optimizer.param_groups[0]["lr"]
-    state, loaded = (each.optimizer.state_dict()["state"] for each in (found, other))
-    assert all(torch.equal(state[i][name], loaded[i][name]) for i in state for name in state[i])
