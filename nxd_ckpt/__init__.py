@@ -158,7 +158,7 @@ _MODULE_OF = {
 }
 
 
-# Other libraries have these. Once something is saved or loaded, two of them are packages, which dir() does not show.
+# Other libraries have these.
 _MEANT = {
     "save": "save_checkpoint(), or save() of a Checkpointer or of nxd_ckpt.dcp",
     "load": "load_checkpoint(), or load() of a Checkpointer or of nxd_ckpt.dcp",
