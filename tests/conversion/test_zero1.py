@@ -47,7 +47,7 @@ def test_shards_are_those_of_the_new_size(
 @pytest.mark.parametrize(
     ("on", "to"), [("dp2tp2", "dp3tp2"), ("dp3pp2", "dp2pp2"), ("dp4ep2", "dp2ep2"), ("dp4ep2tp2", "dp6ep2tp2")]
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_training_job_goes_on(tmp_path: Path, on: str, to: str, use_xser: bool) -> None:
     """Live optimizers load the result as their own: tensor-parallel, staged, and experts apart from the rest."""
     weights = weights_of(torch.bfloat16, experts="ep" in on)

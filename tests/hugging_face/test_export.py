@@ -44,6 +44,7 @@ def export(tag: Path, out: Path, job: Job, **options: Any) -> Converted:
 
 
 @pytest.mark.parametrize(("name", "use_xser"), [(name, number % 2 == 0) for number, name in enumerate(JOBS)])
+@pytest.mark.one_in(3)
 def test_every_job_exports_its_model(tmp_path: Path, name: str, use_xser: bool) -> None:
     """Any way to keep heads and experts, any sizes, both kinds of files; several weight files and their index."""
     job = JOBS[name]

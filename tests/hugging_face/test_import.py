@@ -92,7 +92,7 @@ def ranks(job: Job) -> list[Topology]:
 
 
 @pytest.mark.parametrize(("name", "use_xser"), [(name, number % 2 == 0) for number, name in enumerate(JOBS)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_every_rank_loads_what_a_conversion_by_hand_gives_it(tmp_path: Path, name: str, use_xser: bool) -> None:
     """Any way to keep heads and experts, any sizes, both kinds of files; and the whole tag is verified."""
     job, tag = JOBS[name], tmp_path / "run" / "step_0"

@@ -88,7 +88,7 @@ def zeros(model: Any) -> Any:
 
 @pytest.mark.parametrize("first", [OLD, NEW])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_its_text_model_is_imported_exported_and_loaded(
     tmp_path: Path, name: str, first: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,8 +42,8 @@ JOBS: dict[str, tuple[Job, int]] = {
 EVERY = [(name, zero1, use_xser) for name in JOBS for zero1 in (False, True) for use_xser in (False, True)]
 FEW = {
     ("Llama, one rank", False, False),
-    ("Llama, q k v apart", True, True),
-    ("Llama, copies on trn1", True, False),
+    ("Llama, q k v apart", True, False),
+    ("Llama, copies on trn1", True, True),
     ("Llama, copies on trn2", False, True),
     ("Llama, padded vocabulary", True, False),
     ("Mixtral, expert parallel", True, True),

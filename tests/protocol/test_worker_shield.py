@@ -139,7 +139,7 @@ def test_a_signal_for_the_group_stops_at_a_saved_step(tmp_path: Path, method: st
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("each", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_workers_that_persist_are_shielded(tmp_path: Path, number: signal.Signals, each: bool) -> None:
     """Whichever signal it is, with torchdata's loader, on two ranks; and where all processes are signalled singly."""
     stop_at_one_step(

@@ -20,7 +20,7 @@ MOMENTS, MOST = 23, 6
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_the_promises_hold_whatever_happens_at_a_step(scene: Scene, event: str) -> None:
     """A failure names the scene, what happened, and at which system call."""
     assert EVERY < all_steps(scene, event, EVERY)

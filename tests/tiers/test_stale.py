@@ -44,7 +44,7 @@ class Stale:
 @pytest.mark.parametrize("times", [1, 10**9])
 @pytest.mark.parametrize("names", [LOOKS, (*LOOKS, "write", "create", "link_new", "make_dir", "sync_dir", "rename")])
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_stale_handle(
     tmp_path: Path, is_first: bool, times: int, names: tuple[str, ...], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] if case.soak else []) for name, case in CASES.items()]
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_resumed_run_is_the_uninterrupted_one(name: str) -> None:
     """Loaded into fresh objects, and trained for three more steps."""
     check_resume(CASES[name].make, step, new_process=False)
