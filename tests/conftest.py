@@ -64,7 +64,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Keep the collector of garbage away from modules and tests: walking through them took an eighth of all time."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

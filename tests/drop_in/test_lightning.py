@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,18 +48,6 @@ def test_storage_options_are_refused(tmp_path: Path, adapter: Any):
     """With the TypeError that Lightning knows from NxD."""
     with pytest.raises(TypeError):
         adapter.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
-
-
-def test_omegaconf_containers_become_plain(tmp_path: Path, adapter: Any, monkeypatch: pytest.MonkeyPatch):
-    """Hyperparameters may be OmegaConf's: they are saved as the dicts and lists that they are."""
-    library: Any = ModuleType("omegaconf")
-    library.DictConfig, library.ListConfig = type("DictConfig", (), {}), type("ListConfig", (), {})
-    library.OmegaConf = SimpleNamespace(to_container=vars)
-    monkeypatch.setitem(sys.modules, "omegaconf", library)
-    config = library.DictConfig()
-    config.lr = 0.1
-    adapter.save_checkpoint({"hyper_parameters": {"cfg": [config]}}, tmp_path / "a.ckpt")
-    assert {"hyper_parameters": {"cfg": [{"lr": 0.1}]}} == adapter.load_checkpoint(tmp_path / "a.ckpt")
 
 
 def test_undone(tmp_path: Path, adapter: Any):

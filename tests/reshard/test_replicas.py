@@ -251,17 +251,6 @@ def test_what_is_read_together_reaches_devices(xla_ranks: RankPool, saved: dict[
     assert [None] * RANKS == xla_ranks.run(load_onto_device, saved["plain"])
 
 
-def test_ranks_that_want_different_things_of_the_reading(ranks: RankPool, saved: dict[str, Path]) -> None:
-    """One that wants to read for itself makes all do so; else one that wants to share makes all share."""
-    job = layout(dp=4)
-    total = nbytes_of(expected(WEIGHTS, job, job.topology))
-    for wanted, shared in (([None, True, None, None], True), ([True, None, False, True], False)):
-        options = [{"share_reads": one, "verify": False} for one in wanted]
-        outcomes = ranks.run(load, Loading(saved["plain"], job, options))
-        assert [(None, None)] * RANKS == [(outcome.kind, outcome.wrong) for outcome in outcomes]
-        assert shared == (sum(outcome.nbytes for outcome in outcomes) < 2 * total)
-
-
 @pytest.mark.parametrize("share_reads", [True, False])
 def test_replicas_with_different_models_do_not_share(
     ranks: RankPool, saved: dict[str, Path], share_reads: bool

@@ -24,8 +24,6 @@ XSER = (("use_xser", True),)
 LEFT_OUT = (*XSER, ("avoid_saving_lower_precision_weights", True))
 SHAPES = {weight.name: weight.shape for weight in weights_of(torch.float32)}
 
-Tensors = dict[str, torch.Tensor]
-
 
 def chain(*sizes: str, soak: bool = False, **fields: Any) -> Any:
     """The setups of jobs that each continue the one before; of several alike all but one are left to ``make soak``."""

@@ -451,7 +451,7 @@ def test_whatever_changes(tmp_path: Path, step: Step) -> None:
 
 
 @pytest.mark.parametrize(("kind", "use_xser"), [(kind, number % 2 == 0) for number, kind in enumerate(CHAINS)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_reused_plan_follows_one_change_after_the_other(tmp_path: Path, kind: str, use_xser: bool) -> None:
     """Each differs from the one before it by as little as can be."""
     found = trained()
@@ -556,19 +556,6 @@ def test_what_becomes_unsupported_is_refused(tmp_path: Path) -> None:
         entries["square_avg"] = torch.eye(3) * 2
         saver.save("good", None, optimizer)
     assert torch.equal(torch.eye(3) * 2, open_checkpoint(tmp_path, "good").optimizer_state()["state"][0]["square_avg"])
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [(0.0, -0.0), ((1,), (True,)), ((1,), (1.0,))], ids=["zeros", "bools", "floats"]
-)
-def test_equal_keys_that_are_not_the_same(tmp_path: Path, before: Any, after: Any) -> None:
-    """Keys that compare equal are written as they are."""
-    found = Job(None, {"state": {"of all": {before: torch.ones(2)}}, "param_groups": [{"params": [0]}]})
-
-    def another_key(found: Job) -> None:
-        found.optimizer["state"]["of all"] = {after: torch.ones(2)}
-
-    same_as_fresh(tmp_path, [found], [another_key])
 
 
 # ZeRO-1
