@@ -22,7 +22,7 @@ from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.plain_digest import digest_of_value
-from nxd_ckpt.formats.tensors import Path, children_of, form_of, is_tensor, map_tensors, nbytes_of
+from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.state_names import Container, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
@@ -74,7 +74,7 @@ class Values:
     """Everything in the tree of a ``part`` that is no tensor. ``tree`` must not change any more.
 
     ``pickled`` are all values, None if they are not known, and ``form`` is that of the tree around them; ``known`` are
-    names of what ranks save for themselves.
+    names of what ranks save for themselves. ``forms`` are those of a scheduler's tensors, by their ids: see `Replica`.
     """
 
     part: str
@@ -84,6 +84,7 @@ class Values:
     pickled: bytes | None
     form: Any
     known: set[str]
+    forms: Mapping[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def claim(self) -> str:
@@ -97,7 +98,13 @@ class Values:
     def digests(self) -> dict[str, int]:
         """Digest of each value, by name, except the ``known``."""
         values = ((name, value) for name, (_, value) in self.by_name.items() if not is_below(name, self.known))
-        return {name: _digest(value) for name, value in values}
+        return {name: digest_of_value(self._about(value)) for name, value in values}
+
+    def _about(self, value: Any) -> Any:
+        """Return plain data; of a container its keys, and the forms of its tensors."""
+        if not isinstance(value, Container):
+            return value
+        return type(value.tree).__name__, [(key, self.forms.get(id(leaf))) for key, leaf in children_of(value.tree)]
 
     @cached_property
     def digest(self) -> int:
@@ -112,14 +119,6 @@ def is_below(name: str, known: Collection[str]) -> bool:
     while known and name and name not in known:
         name = name.rpartition("/")[0]
     return bool(known and name)
-
-
-def _digest(value: Any) -> int:
-    """Return a digest that is equal for equal plain data, and for containers of equal keys and forms of tensors."""
-    if isinstance(value, Container):
-        forms = [(key, form_of(leaf) if is_tensor(leaf) else None) for key, leaf in children_of(value.tree)]
-        value = type(value.tree).__name__, forms
-    return digest_of_value(value)
 
 
 @dataclass(frozen=True)
@@ -327,11 +326,15 @@ class Replicas:
         mine = self.digests(lambda place: [])
         storage_of = {number: storage for storage, number in enumerate(self._number_of)}
         number_of = {id(self.tensors[copy.part][copy.number]): number for number, copy in enumerate(self.compared)}
+        copy_of = {id(self.tensors[copy.part][copy.number]): copy for copy in self.copies}
 
-        def held(tensor: torch.Tensor) -> Any:
-            number = number_of[id(tensor)]
-            own.keep(self.compared[number], self._held(number, self.compared[number], storage_of))
-            return own.leaves.get(self.compared[number].name, tensor)
+        def held(tensor: torch.Tensor) -> torch.Tensor | None:
+            copy, number = copy_of[id(tensor)], number_of.get(id(tensor))
+            value = tensor if self.stays else None
+            if number is not None:  # else it is this rank's own already, and was not staged to be compared
+                value = self._held(number, copy, storage_of)
+            own.keep(copy, value)
+            return value
 
         for number, copy in enumerate(self.compared):
             key = copy.claim(WHOLE if self.whole else SAMPLES)

@@ -239,14 +239,16 @@ def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Replica]:
 def _values_of(
     part: str, writes: int, tree: Any, structure: Structure | None, parameters: Sequence[str] | None, known: set[str]
 ) -> Values:
+    tensors = [tensor for _, tensor in iter_tensors(tree, _LIVE)] if part == "scheduler" or structure is None else []
+    forms = {id(tensor): form_of(tensor) for tensor in tensors} if part == "scheduler" else {}
     if structure is None:  # some of them could change before the save ends
-        tree = copy.deepcopy(tree, {id(tensor): tensor for _, tensor in iter_tensors(tree, _LIVE)})
-        return Values(part, writes, tree, parameters, None, None, known)
+        tree = copy.deepcopy(tree, {id(tensor): tensor for tensor in tensors})
+        return Values(part, writes, tree, parameters, None, None, known, forms)
     if part != "scheduler":  # each rank of a mesh may have other shapes; and the containers are copies
         return Values(part, writes, tree, parameters, structure.values, structure.nodes, known)
-    forms = [form[:2] for form in structure.forms]
     tree = map_tensors(tree, lambda tensor: tensor, _LIVE)
-    return Values(part, writes, tree, parameters, structure.values, (structure.nodes, forms), known)
+    form = structure.nodes, [own[:2] for own in structure.forms]
+    return Values(part, writes, tree, parameters, structure.values, form, known, forms)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from nxd_ckpt import Checkpointer, Topology, list_checkpoints, open_checkpoint
 from nxd_ckpt.core.votes import SAMPLES, WHOLE
 from nxd_ckpt.errors import CheckpointError, RanksDisagree, SaveFailed
-from nxd_ckpt.saving.replicas import Replica, Replicas
+from nxd_ckpt.saving.replicas import Replica, Replicas, Values
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.rank_pool import RankPool
 
@@ -491,3 +491,28 @@ def test_the_writers_thread_asks_no_live_tensor(whole: bool) -> None:
     assert replicas.summary(lambda place: [1])
     theirs = {other.claim(WHOLE if whole else SAMPLES): {"model/other": 7}}
     assert ["model/other"] == replicas.differing(theirs).lost
+
+
+class _OfDeviceInside(torch.Tensor):
+    """A tensor that nobody may ask, inside of a list."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"asked for its {func}")
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["new", "of this rank already"])
+def test_the_writers_thread_asks_no_tensor_in_a_list(is_known: bool) -> None:
+    """What is in a list or object of other tensors on another rank is known from the call, too."""
+    form, name = ("float32", (3,)), "scheduler/averages/0"
+    averages = torch.zeros(3).as_subclass(_OfDeviceInside), torch.zeros(3).as_subclass(_OfDeviceInside)
+    known = {name} if is_known else set()
+    copies = [Replica("scheduler", 0, name, form, 12, 1, "scheduler")]
+    copies += [Replica("scheduler", 1, "scheduler/averages/1", form, 12, 1, "scheduler")]
+    tree, forms = {"averages": list(averages)}, {id(average): form for average in averages}
+    values = Values("scheduler", 1, tree, None, None, None, known, forms)
+    compared = copies[1:] if is_known else copies
+    replicas = Replicas(0, copies, compared, {"scheduler": averages}, [values], known, True)
+    assert values.digest != Values("scheduler", 1, tree, None, None, None, known, {}).digest
+    own = replicas.differing({values.claim: {}})
+    assert ([None, None], {copy.name for copy in copies}) == (own.leaves["scheduler/averages"], {*own.lost})
