@@ -191,7 +191,7 @@ class LoadPlanner:
         trees = LoadTrees(model, optimizer)
         given = {"model": model, "optimizer": optimizer, "scheduler": self._scheduler}
         parts = [part for part, live in given.items() if live is not None]
-        own = trees.rank_state = rank_state(self._opened, self._topology, filtered, parts)
+        trees.rank_state = rank_state(self._opened, self._topology, filtered, parts)
         if model is not None and not filtered.covers("model"):
             trees.model_tree = self._rounded(model, self._own_part(model, self._model_tree(model)))
             require_kinds(model.live, trees.model_tree, self._opened.where, self._opened.refused)
@@ -200,11 +200,6 @@ class LoadPlanner:
                 trees.model_tree = self._opened.leaves(trees.names, filtered.ignores_model)
             trees.model_placed = model.placed(trees.names)
             trees.model_tree = local_tree(trees.model_tree, trees.model_placed)
-            trees.model_tree = own.put_into("model", trees.model_tree, None, trees.model_placed)
-            assigned = {name: trees.model_tree[name] for name in trees.names}
-            refuse_unequal_ties(self._opened.where, assigned, model.aliases, self._opened.reader)
-            if isinstance(self._opened, MappedWeights):
-                trees.names = self._opened.without_ties(trees.names)
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)
@@ -217,8 +212,12 @@ class LoadPlanner:
             trees.names_by_index = self._names_by_index(optimizer)
             trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
-            names, placed = trees.names_by_index, trees.optimizer_placed
-            trees.optimizer_tree = own.put_into("optimizer", trees.optimizer_tree, names, placed)
+        trees.take_own()
+        if model is not None:
+            assigned = {name: trees.model_tree[name] for name in trees.names}
+            refuse_unequal_ties(self._opened.where, assigned, model.aliases, self._opened.reader)
+            if isinstance(self._opened, MappedWeights):
+                trees.names = self._opened.without_ties(trees.names)
         trees.refuse_stale_shards()
         trees.is_regrouped = self._is_regrouped
         trees.parameters, trees.left = self._parameters, self._left

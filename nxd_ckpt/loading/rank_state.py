@@ -17,7 +17,7 @@ from nxd_ckpt.live.state_names import is_in, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
 
-_NO_MESH = Mesh((), (), ())
+NO_MESH = Mesh((), (), ())
 """Stands for that of a model without DTensors."""
 
 
@@ -31,29 +31,31 @@ class RankState:
     meshes: Mapping[str, str] = field(default_factory=dict)
     absent: Sequence[str] = ()
     on: Set[Mesh] = frozenset()
-    _live: set[Mesh] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.leaves or self.absent)
+
+    def refuse_others(self, live: Set[Mesh]) -> None:
+        """Raise IncompatibleState if they were not saved on these meshes of a job."""
+        names = [*self.leaves, *self.absent]
+        if names and not live <= self.on:
+            raise IncompatibleState(
+                f"{self.where}: {first_of(names)} differed between the ranks that saved it on {_described(self.on)}, "
+                f"and each rank's own was saved; this job is on {_described(live)}, and nothing tells whose it takes. "
+                f"{how_to_leave_out(min(names))}"
+            )
 
     def put_into(
         self, part: str, tree: Any, parameters: Sequence[str] | None, placed: Mapping[Path, Placed] | None = None
     ) -> Any:
-        """Return the ``tree`` of a part with this rank's own values.
-
-        Model and optimizer, which are ``placed``, come first.
+        """Return the ``tree`` of a part, ``placed`` on meshes, with this rank's own values.
 
         Raises IncompatibleState for a tensor of another form, or on another mesh.
         """
-        live = {each.layout.mesh for each in (placed or {}).values()}
-        self._live.update(live or ([_NO_MESH] if part == "model" else []))
         own = {name: leaf for name, leaf in self.leaves.items() if is_in(part, name)}
         absent = [name for name in self.absent if is_in(part, name)]
         if not own and not absent:
             return tree
-        if not self._live <= self.on:
-            raise IncompatibleState(
-                f"{self.where}: {first_of([*own, *absent])} differed between the ranks that saved it on "
-                f"{_described(self.on)}, and each rank's own was saved; this job is on {_described(self._live)}, and "
-                f"nothing tells whose it takes. {how_to_leave_out(min([*own, *absent]))}"
-            )
         at = {leaf_name(part, path, parameters): path for path, _ in iter_tensors(tree)}
         tensors = dict(iter_tensors(tree))
         at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
@@ -108,7 +110,7 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
         paths |= own["paths"]
         meshes |= own["meshes"]
         absent += [name for name in own["absent"] if name in names]
-    on = {_NO_MESH}
+    on = {NO_MESH}
     if opened.mesh is not None:
         rank = topology.rank
         on = (opened.mesh.meshes_of(rank, "model/") or on) | opened.mesh.meshes_of(rank, "optim/")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.core.mesh import Placed
+from nxd_ckpt.core.mesh import Mesh, Placed
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import OptimizerMismatch
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
@@ -16,7 +16,7 @@ from nxd_ckpt.formats.tensors import Assembly, Fragment, Path, TensorStub, iter_
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer_state import Keeps, OptimizerAdapter, keeps_nothing
 from nxd_ckpt.loading.collective_checks import ComparedNames
-from nxd_ckpt.loading.rank_state import RankState
+from nxd_ckpt.loading.rank_state import NO_MESH, RankState
 from nxd_ckpt.tag.reading import Leaf
 
 
@@ -56,6 +56,22 @@ class LoadTrees:
     def continues_optimizer(self) -> bool:
         """True if a live optimizer continues from the saved state; a dict is only filled."""
         return bool(self.optimizer_tree) and self.optimizer is not None and not self.optimizer.is_filled
+
+    def take_own(self) -> None:
+        """Put what this rank alone has into the trees. Raises IncompatibleState if it does not fit, or another mesh."""
+        own = self.rank_state
+        if own:
+            own.refuse_others(self._meshes)
+            self.model_tree = own.put_into("model", self.model_tree, None, self.model_placed)
+            names, placed = self.names_by_index, self.optimizer_placed
+            self.optimizer_tree = own.put_into("optimizer", self.optimizer_tree, names, placed)
+
+    @property
+    def _meshes(self) -> set[Mesh]:
+        meshes = {placed.layout.mesh for placed in self.model_placed.values()}
+        if self.model_tree and not meshes:
+            meshes.add(NO_MESH)
+        return meshes | {placed.layout.mesh for placed in self.optimizer_placed.values()}
 
     def refuse_stale_shards(self) -> None:
         """Raise OptimizerMismatch if the optimizer would copy weights that the model's load does not provide."""
