@@ -296,11 +296,7 @@ class MappedTag:
 
         Raises IncompatibleState if other ranks saved more, or less.
         """
-        optimizer = self._state.optimizer
-        slot = optimizer.slot(source.name, source.spec)
-        if slot is not None:
-            optimizer.refuse_partial(source.name, self._opened.topology.ep if source.partition.expert else 1)
-        return slot
+        return self._state.optimizer.slot(source.name, source.spec)
 
     def assembly(self, tensor: HfTensor | PackedTensor) -> Assembly:
         """Assemble a Hugging Face tensor, row-major as in its file.

@@ -42,8 +42,9 @@ class _SavedParameter:
 
 
 class _Holder(NamedTuple):
-    """A saving rank: the place of its parts, its optimizer, and what it has of one parameter."""
+    """A saving rank: its coordinates, the place of its parts, its optimizer, and what it has of one parameter."""
 
+    at: Coordinates
     place: CutIndex
     optimizer: SavedOptimizer
     slot: SavedSlot
@@ -263,10 +264,12 @@ class ReshardedOptimizer:
             places = [CutIndex(*place) for place in product(*numbers)]
             place_by_rank = {self._at(saved, place): place for place in places}
             place_by_rank |= {self._at(replace(saved, pp_rank=stage), places[0]): places[0] for stage in self.stages}
-            holders = ((place, self._saved_by(at)) for at, place in place_by_rank.items())
-            self._holders[key] = [
-                _Holder(*own, own[1].slots[saved.name]) for own in holders if saved.name in own[1].slots
-            ]
+            nothing, holders = replace(saved.slot, entries={}, master=None), list[_Holder]()
+            for at, place in place_by_rank.items():
+                optimizer = self._saved_by(at)
+                if at.pp_rank == saved.pp_rank or saved.name in optimizer.slots:
+                    holders.append(_Holder(at, place, optimizer, optimizer.slots.get(saved.name, nothing)))
+            self._holders[key] = holders
         return self._holders[key]
 
     def _refuse_other_entry(self, slot: OptimizerSlot, saved: _SavedParameter, key: str) -> None:
@@ -287,12 +290,13 @@ class ReshardedOptimizer:
     def _refuse_differences(
         self, slot: OptimizerSlot, saved: _SavedParameter, ignores: Covers = _covers_nothing
     ) -> None:
-        """Raise IncompatibleState if ranks saved state that the reference rank has not, or other options or values."""
+        """Raise IncompatibleState if ranks saved other kinds of state than the reference rank, options or values."""
         holders = self._holders_of(slot, saved)
         for holder in holders:
-            extra = holder.slot.filled - saved.slot.filled
-            if extra and not ignores(f"optim/{slot.name}/{min(extra)}"):
-                raise self._saved_by_some(saved, ", ".join(sorted(extra)), self._context.near(saved.pp_rank))
+            for key in sorted(holder.slot.filled ^ saved.slot.filled):
+                if not ignores(f"optim/{slot.name}/{key}"):
+                    at = holder.at if key in saved.slot.filled else self._context.near(saved.pp_rank)
+                    raise self._saved_by_some(saved, key, at)
         group = saved.pp_rank, saved.slot.group, saved.slot.expert
         if len(holders) < 2 or (group in self._compared and len(self.stages) == 1):
             return
@@ -313,22 +317,13 @@ class ReshardedOptimizer:
         """Raise IncompatibleState if two ranks have other values of the same part."""
         first: dict[Any, Any] = {}
         for part, value in values:
-            digest = digest_of(value) if is_tensor(value) else digest_of_value(by_digest(value))
+            digest = _digest(value)
             if None not in (part, digest) and first.setdefault(part, digest) != digest:
                 sizes, live = self._context.saved.describe(), self._context.live.describe()
                 raise IncompatibleState(
                     f"{self._context.opened.where}: {name} differed between the ranks that saved it ({sizes}), and "
                     f"nothing tells whose this job ({live}) takes. {how_to_leave_out(name)}"
                 )
-
-    def refuse_partial(self, name: str, experts: int) -> None:
-        """Raise IncompatibleState unless all ranks saved the same kinds of state, replicas and ``experts`` too."""
-        saved = self._find(name)
-        for ep_rank, tp_rank in product(range(experts), range(self._context.saved.tp)):
-            at = self._at(saved, CutIndex(tp_rank, ep_rank))
-            other = self._saved_by(at).slots.get(saved.name, SavedSlot(0, {}))
-            if lacking := saved.slot.filled - other.filled:
-                raise self._saved_by_some(saved, ", ".join(sorted(lacking)), at)
 
     def _refuse_unequal_replicas(self, name: str, spec: ParameterSpec, saved: _SavedParameter, key: str) -> None:
         """Raise TopologyMismatch if ranks that should be replicas differ; compares weights where the tag has them."""
@@ -412,7 +407,7 @@ class ReshardedOptimizer:
 
     def _refuse_other_options(self, number: int, first: SavedSlot, other: SavedSlot) -> None:
         options = set() if first.options is other.options else {*first.options, *other.options}
-        keys = sorted(name for name in options if not _equal(first.options.get(name), other.options.get(name)))
+        keys = sorted(key for key in options if _digest(first.options.get(key)) != _digest(other.options.get(key)))
         if keys:
             values = first.options.get(keys[0]), other.options.get(keys[0])
             raise OptimizerMismatch(
@@ -471,6 +466,6 @@ def _overlapping(parts: int, others: int, rank: int, first: int) -> list[int]:
     return list(dict.fromkeys((first, *range(rank * parts // others, -(-(rank + 1) * parts // others)))))
 
 
-def _equal(a: Any, b: Any) -> bool:
-    a, b = by_digest(a), by_digest(b)
-    return type(a) is type(b) and bool(a == b)
+def _digest(value: Any) -> Any:
+    """Return what is equal for equal values; None for a tensor without a digest."""
+    return digest_of(value) if is_tensor(value) else digest_of_value(by_digest(value))
