@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import IncompatibleState
@@ -78,6 +79,26 @@ def _local_sgd() -> Objects:
     model = OfRank(nn.Linear(6, 7), nn.Linear(7, 6), number=mesh.get_local_rank("group"))
     fully_shard(model, mesh=mesh["fsdp"])
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def _drifted(parallel: Callable[[nn.Module, DeviceMesh], Any]) -> Objects:
+    """Groups that count as replicas, each of which goes on by itself after every step."""
+    mesh = _mesh()
+    model = OfRank(nn.Linear(6, 8), nn.Linear(8, 6), number=mesh.get_local_rank("group"))
+    parallel(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def drift(*_: Any) -> None:
+        for one in model.parameters():
+            one.detach().to_local().mul_(1 + model.number / 8)  # type: ignore[attr-defined]
+
+    optimizer.register_step_post_hook(drift)
+    return model, optimizer
+
+
+def _in_columns(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model.get_submodule("layers.0"), mesh["fsdp"], ColwiseParallel())
+    parallelize_module(model.get_submodule("layers.1"), mesh["fsdp"], RowwiseParallel())
 
 
 def _sharded(rows: int = 7, last: int = 6) -> Any:
@@ -205,6 +226,8 @@ def _for_each(make: Callable[[], Any]) -> Objects:
 CASES: dict[str, Callable[[], Objects]] = {
     "experts of groups": _experts,
     "local SGD": _local_sgd,
+    "groups of columns": partial(_drifted, _in_columns),
+    "replicas of shards": partial(_drifted, lambda model, mesh: fully_shard(model, mesh=mesh)),
     "stages": _stages,
     "drifted copies": _replicas,
     "schedulers": _schedulers,
