@@ -91,6 +91,10 @@ class OptimizerAdapter(Protocol):
     is_filled: bool = False
     """True for a dict, which a load fills with the tag's own state: nothing steps on it."""
 
+    def is_still(self, optimizer: Any) -> bool:
+        """Return whether this is the adapter of ``optimizer``, which still has the parameters and groups of before."""
+        return False
+
     @abstractmethod
     def form(self) -> OptimizerForm | None:
         """Return the form of its state dict on this rank; None for a dict, which takes any saved one.
@@ -223,11 +227,18 @@ class Slot:
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
         """Describe the state entry at ``parts`` ("exp_avg", ...): cut like the parameter if shaped like it."""
-        name = self.global_name(parts[0]) if len(parts) == 1 else "/".join(map(str, ("optim", self.name, *parts)))
-        expert = self.spec is not None and self.spec.partition.expert
-        if parts == (STEP,) or tensor.shape != self.key.shape:
-            return StateTensor(name, expert=expert)
-        return StateTensor(name, self.spec, self.shards, self.shard, expert=expert)
+        name = f"optim/{self.name}/{parts[0]}" if len(parts) == 1 else "/".join(map(str, ("optim", self.name, *parts)))
+        if parts == (STEP,) or tensor.shape != self._shape:
+            return StateTensor(name, None, 1, 0, None, self._is_expert)
+        return StateTensor(name, self.spec, self.shards, self.shard, None, self._is_expert)
+
+    @cached_property
+    def _is_expert(self) -> bool:
+        return self.spec is not None and self.spec.partition.expert
+
+    @cached_property
+    def _shape(self) -> torch.Size:
+        return self.key.shape
 
     @property
     def master_dtype(self) -> str | None:

@@ -181,6 +181,14 @@ class PlainOptimizer(OptimizerAdapter):
             for name, (parameter, group) in zip(self._names, parameters, strict=True)
         ]
 
+    def is_still(self, optimizer: Any) -> bool:
+        if optimizer is not self._optimizer:
+            return False
+        live = list(flat_parameters(self._groups))
+        pairs = zip(self._slots, live, strict=False)
+        is_same = all(slot.parameter is parameter and slot.group is group for slot, (parameter, group) in pairs)
+        return is_same and len(live) == len(self._slots)
+
     def form(self) -> OptimizerForm:
         if self.kind != "plain":
             raise OptimizerMismatch(
@@ -219,8 +227,8 @@ class PlainOptimizer(OptimizerAdapter):
 
     def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict with the values of parameters that are not the model's."""
-        beside = [(index, slot.parameter) for index, slot in enumerate(self._slots) if self._is_beside(slot)]
-        values = {index: {VALUE: parameter} for index, parameter in beside}
+        slots = enumerate(self._slots if self._beside else ())
+        values = {index: {VALUE: slot.parameter} for index, slot in slots if self._is_beside(slot)}
         own = {index: {**state["state"].get(index, {}), **value} for index, value in values.items()}
         return {**state, "state": {**state["state"], **own}} if own else state
 

@@ -32,7 +32,8 @@ def state_entries(tree: Mapping[str, Any], names: Sequence[str]) -> Iterator[tup
                 yield (section, key), f"optim/{name_by_index.get(key, f'#{key}')}/{MASTER_WEIGHTS}", value
             else:
                 name = name_by_index.get(key, f"#{key}")
-                yield from (((section, key, entry), f"optim/{name}/{entry}", own) for entry, own in value.items())
+                for entry, own in value.items():
+                    yield (section, key, entry), f"optim/{name}/{entry}", own
 
 
 def entries_beside(

@@ -56,9 +56,10 @@ class Witness:
 
     def digest(self, leaf: Leaf, name: str = "") -> int | None:
         """Return the digest that the live tensor should have: `recorded_digest`, or of what it saw; None without."""
-        if id(leaf) not in self._digests:
-            self._digests[id(leaf)] = recorded_digest(leaf)
-        return self._digests[id(leaf)]
+        try:
+            return self._digests[id(leaf)]
+        except KeyError:
+            return self._digests.setdefault(id(leaf), recorded_digest(leaf))
 
     def saw(self, leaf: Leaf, value: torch.Tensor) -> None:
         """Remember a leaf as it was read: a contiguous CPU tensor."""
@@ -111,7 +112,7 @@ class Comparison:
         Return the tensors in it that are live in the form that was saved: path, leaf and live tensor.
         """
         if isinstance(saved, (TensorStub, Assembly)):
-            return [((), saved, now)] if self._compare(kind, name, saved, now, by_user) else []
+            return [((), saved, now)] if self._compare_tensors(kind, name, saved, now, by_user) else []
         values = dict(iter_leaves(now))
         return [
             (path, leaf, values[path])
@@ -132,9 +133,12 @@ class Comparison:
 
     def _compare(self, kind: str, name: str, saved: Any, now: Any, by_user: bool) -> bool:
         """Compare one value, or begin to. Return whether both are tensors of one form."""
-        if not isinstance(saved, (TensorStub, Assembly)):
-            self._compare_values(kind, name, saved, now, by_user)
-            return False
+        if isinstance(saved, (TensorStub, Assembly)):
+            return self._compare_tensors(kind, name, saved, now, by_user)
+        self._compare_values(kind, name, saved, now, by_user)
+        return False
+
+    def _compare_tensors(self, kind: str, name: str, saved: Leaf, now: Any, by_user: bool) -> bool:
         if not isinstance(now, (torch.Tensor, int, float)):
             self.find(kind, name, "the tag holds it, and the live objects do not: it was not loaded", by_user)
             return False
@@ -142,9 +146,10 @@ class Comparison:
         if dtype_name(live.dtype) != saved.dtype or live.shape != saved.shape:
             self._compare_numbers(kind, name, saved, live, by_user)
             return False
-        if not live.nbytes:
+        nbytes = live.nbytes
+        if not nbytes:
             return True
-        self.nbytes += live.nbytes
+        self.nbytes += nbytes
         expected, found = self._digest(saved, name), digest_at_once(live)
         if expected is None:
             self.find(kind, name, "it was not read", by_user)

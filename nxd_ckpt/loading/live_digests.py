@@ -102,7 +102,7 @@ class LiveDigests:
 def digest_at_once(tensor: torch.Tensor) -> int | None:
     """Return the CRC-32 of a tensor on the host; None for one that another thread should read, or that is not dense."""
     nbytes = tensor.nbytes
-    if nbytes > _AT_ONCE or not (tensor.is_cpu and _is_dense(tensor)):
+    if nbytes > _AT_ONCE or not tensor.is_cpu or not _is_dense(tensor):
         return None
     # Half of a small tensor's time would be to make a view that keeps it alive.
     return crc32((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))

@@ -31,7 +31,7 @@ from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
 from nxd_ckpt.loading.provenance import Provenance
 from nxd_ckpt.loading.trees import LoadTrees
 from nxd_ckpt.reshard.plain_values import ABSENT
-from nxd_ckpt.tag.reading import Leaf, LeafReader
+from nxd_ckpt.tag.reading import LeafReader
 
 _NOT_OPTIONS = ("params", "param_names", OPTIMIZER_NAME)
 
@@ -67,14 +67,17 @@ class Proof(Comparison):
         ``content`` is what was saved of the rank's content, and the dict that was filled with it.
         """
         self._sees_scheduler = is_users(scheduler)
-        live = None
+        live, is_same = None, False
         with self.capturing("model"):
-            live = None if model is None else open_model(model)
-            self._compare_model(live)
+            live, before = None if model is None else open_model(model), self._trees.model
+            is_same = live is not None and before is not None and live.is_as(before)
+            self._compare_model(live, is_same)
         with self.capturing("optimizer"):
             context = self._context
             if optimizer is not None:
-                opened = live_optimizer(context.opened, context.topology, live, optimizer, context.options)
+                opened = context.optimizer  # the names that it has are those of the model's tensors
+                if opened is None or not (is_same and opened.is_still(optimizer)):
+                    opened = live_optimizer(context.opened, context.topology, live, optimizer, context.options)
                 self._compare_optimizer(opened, opened.live_state())
         with self.capturing("scheduler"):
             self._compare_scheduler(scheduler, state_of(scheduler))
@@ -84,12 +87,12 @@ class Proof(Comparison):
             self.compare("parts", "rank_content", meant, filled, False)
         return self.finish()
 
-    def _compare_model(self, live: ModelAdapter | None) -> None:
+    def _compare_model(self, live: ModelAdapter | None, is_same: bool) -> None:
+        """Compare the model; ``is_same``: its tensors are those of before the load."""
         trees = self._trees
         if live is None or not trees.names or trees.model is None:
             return
         before, values = trees.model, live.live
-        is_same = live.is_as(before)
         known = before if is_same else live  # what follows from the tensors is known then
         specs = self._context.specs if is_same else live.parameters(self._context.topology.tp)
         placed = live.placed([name for name in trees.names if name in values])
@@ -100,8 +103,10 @@ class Proof(Comparison):
                 continue  # under what name its module keeps it, only the module knows
             what = f"model/{name}"
             if self.compare("weights", what, leaf, value, by_user) and isinstance(leaf, (TensorStub, Assembly)):
-                about = StateTensor(what, specs.get(name), placed=placed.get((name,)))
-                self._trace(provenance, self._described(about), leaf, by_user)
+                about = StateTensor(what, specs.get(name), 1, 0, None, False, placed.get((name,)))
+                fault = provenance.fault(self._described(about) if self._partitions else about, leaf)
+                if fault is not None:
+                    self.find("weights", what, fault, by_user)
             if self._is_new(what) and isinstance(value, torch.Tensor):
                 self._compare_stride(what, leaf, value)
             if not is_same and name in before.live and before.aliases(name) != live.aliases(name):
@@ -136,7 +141,10 @@ class Proof(Comparison):
             for inner, leaf, now in self.compare(kind, name, saved, _at(state.tree, path), by_user):
                 if isinstance(now, torch.Tensor):
                     at = (*path, *inner)
-                    self._trace(provenance, state.described(at, now), leaf, by_user)
+                    about = state.described(at, now)
+                    fault = provenance.fault(about, leaf)
+                    if fault is not None:
+                        self.find(kind, about.name, fault, by_user)
                     if self._is_new(name):
                         self._compare_stride(name, leaf, now, None if is_dict else state.stride(at, now), not is_dict)
         self._compare_options(tree, state.tree, by_user)
@@ -155,8 +163,6 @@ class Proof(Comparison):
 
     def _described(self, about: StateTensor) -> StateTensor:
         """Return the description with the caller's cut of the parameter, if there is one."""
-        if not self._partitions:
-            return about
         partition = self._partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"
         if about.spec is None or partition is None:
             return about
@@ -218,11 +224,6 @@ class Proof(Comparison):
             name = "/".join(map(str, ("scheduler", *path)))
             self.compare("scheduler", name, leaf, now.get(path, ABSENT), by_user)
 
-    def _trace(self, provenance: Provenance, about: StateTensor, leaf: Leaf, by_user: bool) -> None:
-        fault = provenance.fault(about, leaf)
-        if fault is not None:
-            self.find("weights" if about.name.startswith("model/") else "moments", about.name, fault, by_user)
-
     def _is_new(self, name: str) -> bool:
         """Return whether the load made a tensor, with strides that it chose."""
         return self._before is not None and name not in self._before
@@ -255,9 +256,10 @@ def is_users(scheduler: Any) -> bool:
 def _at(tree: Any, path: Path) -> Any:
     """Return what is at the path of a state dict; `ABSENT` if nothing is."""
     for key in path:
-        if not (isinstance(tree, dict) and key in tree) and not (isinstance(tree, list) and key < len(tree)):
-            return ABSENT
-        tree = tree[key]
+        if isinstance(tree, dict):
+            tree = tree.get(key, ABSENT)
+        else:
+            tree = tree[key] if isinstance(tree, list) and key < len(tree) else ABSENT
     return tree
 
 

@@ -43,9 +43,10 @@ class Provenance:
         """Return why ``leaf`` is not what belongs into the live tensor; None if it is, or nothing is known."""
         if self._opened.manifest is None:
             return None
-        stored = self._entry(leaf) if isinstance(leaf, TensorStub) else None
-        if stored is not None and self._is_own(about.name, stored.name) and self._is_in_place(about, stored):
-            return None  # as nearly all: a whole tensor of the tag, by its own name, in its own place
+        if isinstance(leaf, TensorStub):
+            stored = self._reader.entry(leaf)
+            if stored is not None and self._is_own(about.name, stored.name) and self._is_in_place(about, stored, leaf):
+                return None  # as nearly all: a whole tensor of the tag, by its own name, in its own place
         if not leaf.numel:
             return None
         if self._is_rounded(about, leaf):
@@ -84,12 +85,15 @@ class Provenance:
     def _is_own(self, live: str, saved: str) -> bool:
         return self._live(saved) == _parts_of(live) if self._opened.is_renamed else saved == live
 
-    def _is_in_place(self, about: StateTensor, stored: TensorEntry) -> bool:
-        # Of many tensors, few.
-        key = id(about.placed), id(about.spec), about.shards, about.shard, id(stored.pieces), stored.shape
+    def _is_in_place(self, about: StateTensor, stored: TensorEntry, leaf: TensorStub) -> bool:
+        """Return whether the leaf is all of ``stored``, and that is where the live tensor is."""
+        _, spec, shards, shard, _, _, placed = about
+        form = stored.dtype, stored.shape, leaf.dtype, leaf.shape, leaf.stride
+        key = id(placed), id(spec), shards, shard, id(stored.pieces), form  # of many tensors, few
         known = self._in_place.get(key)
         if known is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
-            known = self._in_place[key] = about.pieces(self._topology, stored.shape) == stored.pieces, about
+            is_there = about.pieces(self._topology, stored.shape) == stored.pieces
+            known = self._in_place[key] = is_there and _is_all(leaf, stored), about
         return known[0]
 
     def _is_rounded(self, about: StateTensor, leaf: Leaf) -> bool:
@@ -104,8 +108,7 @@ class Provenance:
     def _entry(self, stub: TensorStub) -> TensorEntry | None:
         """Return what the index says of the stub, if the stub is all of it."""
         entry = self._reader.entry(stub)
-        is_all = entry is not None and (entry.dtype, entry.shape) == (stub.dtype, stub.shape)
-        return entry if is_all and stub.stride == contiguous_stride(stub.shape) else None
+        return entry if entry is not None and _is_all(stub, entry) else None
 
     def _is_anothers(self, live: str, saved: str) -> bool:
         """Return whether a tensor has a ``saved`` name that is not the ``live`` one's, which is there too."""
@@ -148,6 +151,11 @@ class Provenance:
             for spec, at in ((saved, manifest.topology), (live, self._topology))
         ]
         return wholes[0] == wholes[1]
+
+
+def _is_all(stub: TensorStub, entry: TensorEntry) -> bool:
+    is_alike = (entry.dtype, entry.shape) == (stub.dtype, stub.shape)
+    return is_alike and stub.stride == contiguous_stride(stub.shape)
 
 
 def _rightly_placed(fragment: Fragment, saved: Sequence[Piece], live: Sequence[Piece]) -> Iterator[Box]:

@@ -76,7 +76,7 @@ class VerifiedRecords:
 
     def entry(self, stub: TensorStub) -> TensorEntry | None:
         """Return the index entry of the stub's record."""
-        return self._entries.get(_record(stub))
+        return self._entries.get((stub.file, stub.storage.offset))
 
     def entries(self) -> Iterable[TensorEntry]:
         return self._entries.values()
