@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +31,14 @@ def _run(args: argparse.Namespace) -> int:
     if not args.all:
         document = _verify(*locate(args.dir, args.tag, options), args)
         problems = document["problems"]
-        lines = _lines(document)
+        lines = chain(_lines(document), _advice(document))
     elif args.tag is not None:
         raise argparse.ArgumentTypeError("--all verifies every tag: leave out TAG")
     else:
         documents = [_verify(args.dir, tag, args) for tag in tags_to_verify(args.dir, options)]
         problems = [problem for document_of_tag in documents for problem in document_of_tag["problems"]]
         document = {"ok": not problems, "tags": documents}
-        lines = (line for document_of_tag in documents for line in _lines(document_of_tag))
+        lines = chain(chain.from_iterable(map(_lines, documents)), _summary(documents))
     if args.json or problems or not args.quiet:
         text.show(document, lines, as_json=args.json)
     return 1 if problems else 0
@@ -65,6 +66,18 @@ def _verify(directory: str, tag: str | None, args: argparse.Namespace) -> dict[s
         "problems": list(verification.problems),
         "guests": list(verification.guests),
     }
+
+
+def _advice(document: dict[str, Any]) -> Iterator[str]:
+    if document["problems"] and document["tag"]:
+        yield f"  nxd-ckpt verify --all {document['directory']} says which tags are undamaged, of which a load with"
+        yield "  fallback=True takes the newest"
+
+
+def _summary(documents: Sequence[dict[str, Any]]) -> Iterator[str]:
+    undamaged = [document["tag"] for document in documents if document["ok"]]
+    newest = f"; the newest is {undamaged[-1]}" if undamaged else ""
+    yield f"{len(undamaged)} of {units.count(len(documents), 'tag')} undamaged{newest}"
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:

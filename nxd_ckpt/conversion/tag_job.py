@@ -49,6 +49,7 @@ class Job:
         save: identity of the tag's save (see tag.identity), because workers open the tag again; None for other inputs.
         metrics: metrics of the tag's save, which the result keeps.
         positions: data positions for each rank of a result whose ranks differ from the input's.
+        left_out: descriptions of parts of the source that the result lacks.
     """
 
     source: Source
@@ -63,6 +64,7 @@ class Job:
     save: str | None = None
     metrics: Metrics = field(default_factory=dict)
     positions: Mapping[Any, Position] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def topology(self) -> Topology:

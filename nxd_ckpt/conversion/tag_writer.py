@@ -62,8 +62,8 @@ def write_tag(prepare: Callable[[int, int], Job], execution: ExecutionOptions) -
             reports_progress = agreement.rank == 0
             planned = agreement.gather(nbytes)
             whole = decided_by_rank0(agreement, lambda: sum(planned or ()))
-            source, sizes = job.source, job.topology.sizes
-            done = Converted(source.root.path, job.target.path, "tag", source.writer.value, whole, sizes)
+            paths = (job.source.root.path, job.target.path, "tag", job.source.writer.value)
+            done = Converted(*paths, whole, job.topology.sizes, left_out=job.left_out)
             if execution.dry_run:
                 return done
             with (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt.conversion.result import Converted
@@ -91,7 +92,8 @@ def to_dcp(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
     with opened.guarded():
         state = _state(opened, chosen)
         output = Output(target, chosen, TORCH_DCP)
-    return write_dcp(state, output, source, chosen)
+    left_out = source.left_out(opened.parts, replace(opened.parts, rank_content=False))
+    return replace(write_dcp(state, output, source, chosen), left_out=left_out)
 
 
 def write_dcp(state: DcpState, output: Output, source: Source, chosen: ConvertOptions) -> Converted:

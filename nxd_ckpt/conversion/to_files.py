@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from nxd_ckpt.conversion.result import Converted
+from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.core.units import AnySize, bytes_of, neighbours
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
@@ -186,6 +187,7 @@ _FILES += [
     for part in (MODEL, OPTIM)
     for name in (INDEX, *(f"{stem}-*.{extension}" for stem in ("chunk", part) for extension in _EXTENSIONS))
 ]
+_PARTS = Parts(model=True, optimizer="plain")
 _UNSHARDED = OutputKind("unsharded checkpoint", tuple(_FILES))
 
 
@@ -216,7 +218,8 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
     nbytes = sum(part.nbytes for part in parts)
     files = {name: size for part in parts for name, size in part.sizes().items()}
     paths = (source.root.path, target.path, "files", source.writer.value)
-    done = Converted(*paths, sum(files.values()), files=files)
+    left_out = source.left_out(opened.parts, _PARTS)
+    done = Converted(*paths, sum(files.values()), files=files, left_out=left_out)
     if chosen.dry_run:
         return done
     with output.filled(source, opened, nbytes, chosen.progress) as written:

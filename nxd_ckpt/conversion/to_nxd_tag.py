@@ -97,14 +97,14 @@ def to_nxd_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converte
         done = Converted(*paths, nbytes, job.topology.sizes)
     else:
         done = write_tag(prepare, chosen)
-    plan = plans[-1]
+    plan, model = plans[-1], Parts(model=True)
     return replace(
         done,
         mapping=plan.mapping,
         tensors=plan.tensors,
         unknown=plan.unknown,
         missing=plan.missing,
-        left_out=plan.left_out,
+        left_out=(*plan.left_out, *source.left_out(model, model)),
     )
 
 

@@ -86,14 +86,17 @@ def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptio
     if chosen.optim_only:
         alone = Parts(optimizer=parts.optimizer, use_xser=parts.use_xser, master_weights=parts.master_weights)
         return Job(source, target, what, alone).of(opened, chosen)
-    job = Job(source, target, what, parts, keeps_model=keeps_model).of(opened, chosen)
-    if not source.is_tag:
-        return job
-    if process == 0:
-        _warn_if_nothing_is_cut(opened, what)
-    positions = _positions_for(what.topology, opened, process)
-    has_content = bool(positions) or (saved.rank_content and what.topology == opened.topology)
-    return replace(job, parts=replace(parts, rank_content=has_content), positions=positions)
+    positions = dict[Any, Position]()
+    if source.is_tag:
+        if process == 0:
+            _warn_if_nothing_is_cut(opened, what)
+        positions = _positions_for(what.topology, opened, process)
+        has_content = bool(positions) or (saved.rank_content and what.topology == opened.topology)
+        parts = replace(parts, rank_content=has_content)
+    job = Job(source, target, what, parts, keeps_model=keeps_model, positions=positions)
+    left_out = source.left_out(saved, parts, in_tag=True)
+    rest = ("rank content, except data positions",) if positions else ()
+    return replace(job, left_out=(*left_out, *rest)).of(opened, chosen)
 
 
 def _positions_for(topology: Topology, opened: OpenTag, process: int) -> dict[Any, Position]:

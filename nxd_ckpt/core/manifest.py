@@ -213,6 +213,11 @@ class Parts:
     master_weights: bool = False
     lower_precision_weights: bool = True
 
+    def lacking_in(self, other: Parts) -> list[str]:
+        """Return the parts that these are and ``other`` lacks, in words."""
+        parts = ("model", "optimizer", "scheduler", "user_content", "rank_content")
+        return [part.replace("_", " ") for part in parts if getattr(self, part) and not getattr(other, part)]
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -51,8 +51,8 @@ def resume_line(
         return StateLine("bad", "Nothing to resume from", note or why)
     best, others = fit[-1]["tag"], len(tags) - len(fit)
     is_known = best in looked_at
-    title = f"{'Resume from' if is_known else 'Last whole tag:'} {best or 'the directory itself'}"
-    unseen = "" if is_known else "; its values were not looked at"
+    title = f"{'Resume from' if is_known else 'Last complete tag:'} {best or 'the directory itself'}"
+    unseen = "" if is_known else "; its bytes and values were not looked at"
     if best != complete[-1]["tag"]:
         why = unfit.get(complete[-1]["tag"], "is damaged")
         return StateLine("warning", title, f"{complete[-1]['tag']} {why}: load {best!r} by name{unseen}")

@@ -40,7 +40,7 @@ from nxd_ckpt.storage.progress import report
 from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path, with_given_model
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.union import TagCopy, TagSource, choose_nearest
+from nxd_ckpt.tag.union import TagSource, choose_nearest
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -106,7 +106,8 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
         except Exception as error:  # all ranks get here: the one with the error raises it unchanged
             retries.failed(source, error)
             return Loaded()
-        _warn_of_skipped(agreement, loaded.where, retries.unfit)
+        if retries.unfit and agreement.rank == 0:
+            logger.warning("%s was loaded, not the latest tag: %s", loaded.where, retries.skipped)
         return Loaded(source.tag, loaded.user_content)
 
     # A named tag may also be on another tier when it is removed from the nearest.
@@ -204,7 +205,7 @@ def _checkpoint_at(
     except CheckpointNotFound as error:
         if retries.unfit:
             raise CorruptCheckpoint(
-                f"{storages[0].url}: no complete tag is undamaged. {_skipped_text(retries.unfit)}; restore one from a "
+                f"{storages[0].url}: no complete tag is undamaged. {retries.skipped}; restore one from a "
                 "copy"
             ) from error
         inside, key = around(storages[0], tag, request.place)
@@ -214,15 +215,6 @@ def _checkpoint_at(
         if found.key != key and inside.is_file(found.key):
             logger.warning("%s/%s holds no tags: its file %s is loaded", inside.url, key, found.key)
         return _Decision((), found)
-
-
-def _warn_of_skipped(agreement: Agreement, where: str, unfit: Mapping[TagCopy, str]) -> None:
-    if unfit and agreement.rank == 0:
-        logger.warning("%s was loaded, not the latest tag: %s", where, _skipped_text(unfit))
-
-
-def _skipped_text(unfit: Mapping[TagCopy, str]) -> str:
-    return "; ".join(f"{copy.tag!r} {why}" for copy, why in unfit.items())
 
 
 def _require_one_save(agreement: Agreement, attempt: LoadAttempt) -> None:

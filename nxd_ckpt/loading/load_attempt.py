@@ -44,6 +44,7 @@ from nxd_ckpt.loading.parts import (
     part_names,
     refuse_forgotten,
     require_taken,
+    warn_of_forgotten,
 )
 from nxd_ckpt.loading.proof import Proof
 from nxd_ckpt.loading.replicas import SharedReads, delivery_of, open_shared_reads
@@ -348,6 +349,7 @@ class PreparedLoad:
         self._options = options = request.options
         self._witness = Witness()
         self._before = {*trees.state_before()}
+        warn_of_forgotten(opened, request, filtered)
         self._scheduler = None if filtered.covers("scheduler") else request.scheduler
         self._scheduler_state = opened.scheduler() if self._scheduler is not None else None
         if self._scheduler is not None:

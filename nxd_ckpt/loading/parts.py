@@ -76,6 +76,22 @@ def refuse_forgotten(opened: OpenTag, request: LoadRequest, filtered: Filter) ->
             )
 
 
+def warn_of_forgotten(opened: OpenTag, request: LoadRequest, filtered: Filter) -> None:
+    """Warn of saved parts that a load with an optimizer, most likely a resume, does not ask for."""
+    objects = {"scheduler": request.scheduler, "rank_content": request.options.rank_content}
+    saved = [part for part, live in objects.items() if live is None and getattr(opened.parts, part)]
+    left = [part for part in saved if not filtered.covers(part)]
+    if left and request.optimizer and request.reports_progress:
+        logger.warning(
+            "%s: %s is not loaded, because the load passes nothing for it. If this run goes on, pass %s; otherwise "
+            "ignore_keys=%s says that it is left out on purpose",
+            opened.where,
+            " and ".join(left),
+            " and ".join(f"{part}=" for part in left),
+            left,
+        )
+
+
 def _parts_text(parts: Any) -> str:
     """List the parts of a tag."""
     names = [name for name in ("model", "optimizer", "scheduler", "user_content") if getattr(parts, name)]

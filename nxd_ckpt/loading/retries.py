@@ -69,8 +69,22 @@ class LoadRetries:
         """Return the source of a chosen copy, after earlier failures."""
         return self._repaired.get(chosen.copy, chosen)
 
+    @property
+    def skipped(self) -> str:
+        """The tags that were passed over, each with the reason."""
+        return "; ".join(f"{copy.tag!r} {why}" for copy, why in self.unfit.items())
+
     def failed(self, source: TagSource, error: Exception) -> None:
         """Return if there is something left to try, else raise ``error``, which names the remedy. Collective."""
+        tried = f"{source.copy.tag!r} is tried, because {self.skipped}" if self.unfit else ""
+        try:
+            self._failed(source, error)
+        except CheckpointError as last:
+            if tried:
+                last.args = (f"{last}. {tried}",)
+            raise
+
+    def _failed(self, source: TagSource, error: Exception) -> None:
         # Not if it may only be that of a downloaded copy, or of one of several copies.
         is_single = not (self._options.pre_download or _is_replicated(self._storages[source.copy.place]))
         if is_single and _is_damage(error):

@@ -81,7 +81,8 @@ class Translation:
             "scheduler": without_rest and bool(origin.scheduler),
             "user content": without_rest and bool(origin.content),
         }
-        return (*origin.left_out, *(what for what, is_missing in missing.items() if is_missing))
+        guests = self._source.guests() if self._source.is_tag and form != "tag" else []
+        return (*origin.left_out, *(what for what, is_missing in missing.items() if is_missing), *guests)
 
     @cached_property
     def terms(self) -> HuggingFaceTerms:

@@ -25,7 +25,7 @@ from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.output.locations import Location
-from nxd_ckpt.output.source import Source, open_as_tag, refuse_mixed_ranks
+from nxd_ckpt.output.source import OF_THE_RUN, Source, open_as_tag, refuse_mixed_ranks
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names
 from nxd_ckpt.storage.urls import directory_and_name, join
 from nxd_ckpt.tag.files import TagFiles
@@ -36,7 +36,6 @@ from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
 from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.opened import OpenTag
 
-_OF_THE_RUN = ("optimizer.pt", "scheduler.pt", "trainer_state.json", "training_args.bin")
 _OF_A_JOB = ("kv_size_multiplier", "hardware", "saved_param_names")
 """Options with facts that a job's checkpoint does not record."""
 _STEP = re.compile(r"step=(\d+)")
@@ -138,7 +137,7 @@ def _hugging_face(source: Source, files: TagFiles, chosen: ConvertOptions) -> Or
         )
     what = import_target(place, chosen)
     opened, model = open_as_tag(place, what)
-    beside = (file for file in (*_OF_THE_RUN, OPTIMIZER_DOCUMENT) if files.has(file))
+    beside = (file for file in (*OF_THE_RUN, OPTIMIZER_DOCUMENT) if files.has(file))
     folder = place.directory if opened.storage.is_file(place.name) else join(place.directory, place.name)
     config = folder if files.has(CONFIG) else None
     return Origin(Program.HUGGING_FACE, place, opened, config, left_out=(*outside(model), *beside), imported=what)
@@ -244,7 +243,7 @@ def _adapter(source: _Source) -> Origin:
         source.origin,
         mapping=metadata.document,
         kv_size_multiplier=metadata.kv_size_multiplier or 1,
-        left_out=tuple(filter(source.beside.has, _OF_THE_RUN)),
+        left_out=tuple(filter(source.beside.has, OF_THE_RUN)),
     )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import zero1_shape
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import STEP
@@ -26,6 +28,11 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, op
 from nxd_ckpt.tag.foreign.recognise import Program, recognise
 from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.verify import guests_in
+
+SCHEDULER = "scheduler.pt"
+OF_THE_RUN = ("optimizer.pt", SCHEDULER, "trainer_state.json", "training_args.bin")
+"""Files of transformers' trainer beside a checkpoint of another layout."""
 
 _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 
@@ -54,6 +61,20 @@ class Source:
     def is_tag(self) -> bool:
         """True if it is a tag of nxd_ckpt, NxD or NxDT."""
         return self.writer.writes_tags
+
+    def left_out(self, saved: Parts, kept: Parts, *, in_tag: bool = False) -> tuple[str, ...]:
+        """Return in words what the source has, and a result with the ``kept`` ones of its ``saved`` parts lacks."""
+        if self.is_tag:
+            others = [] if in_tag else self.guests()
+        else:
+            beside = TagFiles(self.root.open(), self.beside)
+            others = [name for name in OF_THE_RUN if beside.has(name) and not (saved.scheduler and name == SCHEDULER)]
+        return (*saved.lacking_in(kept), *others)
+
+    def guests(self) -> list[str]:
+        """Return in words the files of others in a tag, which pass through to another tag alone."""
+        files = guests_in(TagFiles(self.place.open(), self.place.name))
+        return [f"files of others ({first_of(files)})"] if files else []
 
     def open(self) -> OpenTag:
         """Open it.

@@ -131,7 +131,10 @@ def _find_named(storage: Storage, tag: str) -> TagInfo:
     if info is None:
         require_directory(storage)
         tags = [other.tag for other in list_tags(storage)]
-        raise CheckpointNotFound(f"{storage.url}: no tag {listed([tag], tags)}; {describe_incomplete(storage)}")
+        raise CheckpointNotFound(
+            f"{storage.url}: no tag {listed([tag], tags)}; {describe_incomplete(storage)}. Without a tag the latest is "
+            "read"
+        )
     if info.damage is not None:
         raise CorruptCheckpoint(f"{info.damage}; restore the tag from a copy, or remove it")
     if not info.complete:

@@ -330,7 +330,7 @@ def test_a_tag_to_resume_from_is_looked_for(tmp_path: Path, capsys: pytest.Captu
         value = torch.tensor(float("nan") if step else 1.0)
         save_checkpoint(tmp_path, f"step_{step}", {f"{number}.w": value.clone() for number in range(9)})
     for count, title, text in (
-        ("0", "Last whole tag: step_3", "the latest tag; its values were not looked at"),
+        ("0", "Last complete tag: step_3", "the latest tag; its bytes and values were not looked at"),
         ("1", "Resume from step_0", "step_3 has values that are not finite in 9 tensors: load 'step_0' by name"),
     ):
         assert 0 == main(["report", str(tmp_path), "--json", "--no-cache", "--count", count])

@@ -65,7 +65,7 @@ def test_a_save_is_seen_until_it_is_a_tag(
     first, resume, age, saving, complete, replaced, removed = outcome.out.splitlines()
     assert 130 == outcome.code
     assert f"{tmp_path}: 1 complete tag" == first
-    assert "  Last whole tag: before: the only tag; its values were not looked at" == resume
+    assert "  Last complete tag: before: the only tag; its bytes and values were not looked at" == resume
     assert age.startswith("  Saved ")
     assert age.endswith(" s ago: t is being saved")
     assert saving.startswith("t: is being saved")
@@ -110,7 +110,7 @@ def test_a_dead_jobs_replacement_is_left_as_it_is(tmp_path: Path, run: Run) -> N
     journal = tmp_path / ".nxd_ckpt" / "journal.json"
     journal.parent.mkdir()
     journal.write_text('{"attempt": "gone-3", "tag": "t"}')
-    assert "Last whole tag: t: the only tag" in run("watch", tmp_path, "--once").out
+    assert "Last complete tag: t: the only tag" in run("watch", tmp_path, "--once").out
     assert journal.exists()
     assert 0 == run("list", tmp_path).code
     assert not journal.exists()
@@ -123,7 +123,7 @@ def test_a_tag_that_lost_files_is_none_to_resume_from(tmp_path: Path, run: Run) 
     close_checkpointers()
     next((tmp_path / "lost" / "model").iterdir()).unlink()
     said = run("watch", tmp_path, "--once").out
-    assert "Last whole tag: whole: lost lost files: load 'whole' by name" in said
+    assert "Last complete tag: whole: lost lost files: load 'whole' by name" in said
 
 
 def test_stored_statistics_tell_what_to_resume_from(tmp_path: Path, run: Run) -> None:
@@ -132,7 +132,7 @@ def test_stored_statistics_tell_what_to_resume_from(tmp_path: Path, run: Run) ->
         save_checkpoint(tmp_path, f"step_{step}", {"w": torch.full((4,), value)})
     close_checkpointers()
     said = run("watch", tmp_path, "--once").out
-    assert "Last whole tag: step_2: the latest tag; its values were not looked at" in said
+    assert "Last complete tag: step_2: the latest tag; its bytes and values were not looked at" in said
     assert not list(tmp_path.glob("**/statistics"))
     assert 0 == run("report", tmp_path, "-o", tmp_path / "page.html", "--count", "1", "--quiet").code
     said = run("watch", tmp_path, "--once").out

@@ -186,3 +186,26 @@ def test_a_directory_is_not_named_as_a_file(tmp_path: Path) -> None:
 
 def _readable(path: Path, form: str) -> Path:
     return path / "model.pt" if form == "files" else path
+
+
+def test_all_that_a_form_lacks_is_named(tmp_path: Path) -> None:
+    """No part of a tag is lost without a word, nor are others' files in it, nor those of a trainer beside it."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    scheduler, content = {"last_epoch": 3}, {"step": 3}
+    objects: dict[str, Any] = {"scheduler": scheduler, "user_content": content, "rank_content": {"seed": 1}}
+    save_checkpoint(tmp_path / "run", "all", {"weight": weight}, durable=False, **objects)
+    (tmp_path / "run" / "all" / "tokenizer.pth").write_bytes(b"a file of others")
+    others = "files of others (tokenizer.pth)"
+    expected: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+        "files": ({}, ("scheduler", "user content", "rank content", others)),
+        "dcp": ({}, ("rank content", others)),
+        "tag": ({"dp": 2}, ("rank content",)),
+        "again": ({"to": "tag"}, ()),
+    }
+    for form, (options, left_out) in expected.items():
+        chosen = {"to": form, "durable": False, **options}
+        assert left_out == convert(tmp_path / "run" / "all", tmp_path / form, dry_run=True, **chosen).left_out, form
+        assert left_out == convert(tmp_path / "run" / "all", tmp_path / form, **chosen).left_out, form
+    run = LAYOUTS["optimum"].write(tmp_path / "optimum")
+    assert (run / "scheduler.pt").exists()
+    assert "scheduler.pt" in convert(run, tmp_path / "of the run", to="tag", durable=False).left_out

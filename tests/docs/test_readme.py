@@ -92,8 +92,8 @@ def test_the_quick_start_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     for namespace in namespaces:
         run(quick_start, namespace)
         nxd_ckpt.close_checkpointers()
-    assert printed([quick_start] * 2) == capsys.readouterr().out.splitlines()
-    assert [0, 300] == [namespace["first"] for namespace in namespaces]
+    assert [*printed([quick_start]), "300 step_300"] == capsys.readouterr().out.splitlines()
+    assert "`300 step_300`" in README.read_text()
 
 
 def test_the_commands_after_the_quick_start_run() -> None:

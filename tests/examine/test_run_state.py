@@ -48,7 +48,7 @@ def test_a_tag_that_was_not_looked_at_is_not_advised() -> None:
     """It is named, with what is known of it."""
     tags = _tags(30, 20, 10)
     line = resume_line(tags, {}, ["step_100"])
-    assert ("good", "Last whole tag: step_200", "the latest tag; its values were not looked at") == line
+    assert ("good", "Last complete tag: step_200", "the latest tag; its bytes and values were not looked at") == line
     tags[2]["metrics"] = {"loss": None, "accuracy": 0.5}
     line = resume_line(tags, {}, ["step_200"])
     assert ("warning", "Resume from step_200", "its metrics are not finite: loss") == line

@@ -124,3 +124,25 @@ def test_code_of_others_that_refuses_its_state_is_an_error_of_ours(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"_extra_state: set_extra_state\(\) does not take .*partly"):
         load_checkpoint(tmp_path, "t", model)
     close_checkpointers()
+
+
+def test_a_resume_that_asks_for_too_little_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning names what was saved and is not asked for. Who loads a model alone, or leaves it out, hears nothing."""
+    model, optimizer, scheduler = live()
+    save_checkpoint(tmp_path, "t", model, optimizer, scheduler, rank_content={"seed": 1}, durable=False)
+    both = ["scheduler", "rank_content"]
+    expected: list[tuple[dict[str, Any], str]] = [
+        ({}, "scheduler and rank_content is not loaded"),
+        ({"rank_content": {}}, "t: scheduler is not loaded"),
+        ({"ignore_keys": ["scheduler"]}, "t: rank_content is not loaded"),
+        ({"ignore_keys": both}, ""),
+        ({"scheduler": scheduler, "rank_content": {}}, ""),
+    ]
+    for options, warning in expected:
+        caplog.clear()
+        load_checkpoint(tmp_path, "t", model, optimizer, **options)
+        assert warning in caplog.text
+        assert bool(warning) == ("is not loaded" in caplog.text), options
+    caplog.clear()
+    load_checkpoint(tmp_path, "t", model)
+    assert "is not loaded" not in caplog.text
