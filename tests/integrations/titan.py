@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
@@ -31,6 +32,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from nxd_ckpt.integrations.torchtitan import AsyncMode, CheckpointManager, TitanCheckpointManager
+from tests.integrations.killed import SAVES, note
 
 IS_0_3 = hasattr(TitanCheckpointManager, "Config")
 
@@ -165,8 +167,11 @@ class Training:
             base_folder=str(directory),
         )
 
-    def run(self, until: int, last: bool = False) -> list[tuple[float, float]]:
-        """Train as TorchTitan's trainer does, from where it is; the loss and learning rate of each step."""
+    def run(
+        self, until: int, last: bool = False, noted: Callable[[int, float], None] = lambda step, loss: None
+    ) -> list[tuple[float, float]]:
+        """Train as TorchTitan's trainer does, from where it is; the loss and learning rate of each step. Each loss is
+        ``noted`` before its save."""
         late = None
         if self.manager.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             late = self.manager.stager = LateStager(self.model)
@@ -182,6 +187,7 @@ class Training:
             self.optimizers.step()
             self.schedulers.step()
             found.append((float(loss), lr))
+            noted(self.state.step, float(loss))
             self.manager.save(self.state.step, last_step=last and self.state.step == until)
             if self.state.step == until:
                 break
@@ -235,6 +241,15 @@ def resumed(rank: int, directory: Path, mode: str) -> list[Any]:
     latest = Training(rank, directory, seed=2, load_only=True)
     assert latest.manager.load()
     return [first[4:], again.run(6), state, latest.state.step]
+
+
+def script(directory: Path, log: Path) -> None:
+    """Train on one rank from the latest checkpoint on, and end as TorchTitan's trainers do."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    training = Training(0, directory, keep_latest_k=2, async_mode="async", interval=1)
+    training.manager.load()
+    training.run(SAVES, noted=partial(note, log))
+    dist.destroy_process_group()
 
 
 def from_an_earlier_step(rank: int, directory: Path) -> list[int]:

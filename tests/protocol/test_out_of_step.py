@@ -43,6 +43,33 @@ def test_after_a_first_save_of_one_rank_alone_all_can_save(tmp_path: Path, alone
     assert (0, 1) == (saved_value(tmp_path / "lonely", None, 2), saved_value(tmp_path / "other", None, 2))
 
 
+def later_saves(rank: int, path: Path, alone: int, times: int) -> list[str]:
+    """Saves that all ranks make, but for some in the middle, which the rank ``alone`` makes."""
+    saver = checkpointer(path, rank, 2)
+    save(saver, "first", 1)
+    outcomes = []
+    if rank == alone:
+        lose_patience(saver)
+        for number in range(times):
+            outcomes.append(type(outcome_of(lambda number=number: save(saver, f"lonely{number}", 2))).__name__)  # type: ignore[misc]
+    lose_patience(saver, PATIENCE)
+    dist.barrier()
+    save(saver, "third", 3)
+    save(saver, "fourth", 4, async_save=True)
+    saver.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.one_in(2)
+def test_after_a_later_save_of_one_rank_alone_all_can_save(tmp_path: Path, alone: int) -> None:
+    """It fails, or its outcome is unknown; the next saves that all make work, and are whole."""
+    outcomes = Job(2, later_saves, tmp_path, alone, 2, group=True).values()
+    assert [[SaveFailed, OutcomeUnknown][alone].__name__] * 2 == outcomes[alone]
+    assert ["first", "third", "fourth"] == visible_tags(tmp_path)
+    assert (3, 4) == (saved_value(tmp_path, "third", 2), saved_value(tmp_path, "fourth", 2))
+
+
 def missed_by_rank_0(rank: int, path: Path) -> str:
     """Ranks 1 and 2 make a save that rank 0 does not; rank 1 has given it up, and rank 2 waits, when rank 0 goes on."""
     saver, told = checkpointer(path / "run", rank, 3), ""
@@ -72,16 +99,17 @@ LAST = 7
 
 
 def saves_but_for(
-    rank: int, path: Path, world: int, left_out: dict[int, set[int]], is_async: bool, waits: bool
+    rank: int, path: Path, world: int, left_out: dict[int, set[int]], is_async: bool, waits: bool, tags: str = ""
 ) -> list[str]:
     """What came of each step's save here, of which this rank leaves out some; "" for these.
 
-    If it ``waits``, a rank that leaves out a step goes on once the others have written theirs.
+    If it ``waits``, a rank that leaves out a step goes on once the others have written theirs. The letters of ``tags``
+    are names without a step.
     """
     saver, handles = checkpointer(path, rank, world, on_save_failure="warn", max_failed_saves=99), {}
     for step in range(LAST + 1):
         if step not in left_out.get(rank, ()):
-            handles[step] = save(saver, f"step_{step}", step, async_save=is_async and step > 0)
+            handles[step] = save(saver, tags[step:][:1] or f"step_{step}", step, async_save=is_async and step > 0)
         elif waits and step - 1 not in left_out[rank]:
             voters = [other for other in range(world) if step not in left_out.get(other, ())]
             until(lambda step=step, voters=voters: all(has_voted(path, voter, f"step_{step}") for voter in voters))  # type: ignore[misc]
@@ -100,13 +128,24 @@ def has_voted(path: Path, rank: int, tag: str) -> bool:
         return False
 
 
+LEFT_OUT: list[tuple[int, dict[int, set[int]]]] = [
+    (2, {1: {2}}),
+    (2, {0: {2}}),
+    (3, {1: {2}, 2: {3}}),
+    (3, {0: {2}, 2: {4}}),
+    (2, {1: {2, 3}}),
+    (2, {0: {2, 3}}),
+]
+"""The number of ranks, and the steps that some do not save."""
+
+
 @pytest.mark.parametrize(
-    ("world", "left_out", "is_async"), [(3, {1: {2}, 2: {3}}, False), (3, {0: {2}, 2: {4}}, True)], ids=str
+    ("world", "left_out", "is_async"), [(*case, number % 4 in (0, 3)) for number, case in enumerate(LEFT_OUT)], ids=str
 )
 def test_only_saves_that_a_rank_left_out_fail(
     tmp_path: Path, world: int, left_out: dict[int, set[int]], is_async: bool
 ) -> None:
-    """Whichever rank it was; the next save that all make works, and all are in step again. Two ranks are simulated."""
+    """Whichever rank it was; the next save that all make works, and all are in step again."""
     outcomes = Job(world, saves_but_for, tmp_path, world, left_out, is_async, True, group=True).values()
     missed = set.union(*left_out.values())
     made = [step for step in range(LAST + 1) if step not in missed]
@@ -114,7 +153,22 @@ def test_only_saves_that_a_rank_left_out_fail(
     assert [f"step_{step}" for step in made] == visible_tags(tmp_path)
 
 
-FIRST_LEFT_OUT = [(2, {0: {0, 1}}), (3, {1: {0}, 2: {1}})]
+@pytest.mark.parametrize(
+    ("world", "left_out", "tags"), [(*LEFT_OUT[0], ""), (*LEFT_OUT[1], "abcdefgh"), (*LEFT_OUT[2], "")], ids=str
+)
+def test_ranks_that_meet_in_different_saves_are_in_step_again_soon(
+    tmp_path: Path, world: int, left_out: dict[int, set[int]], tags: str
+) -> None:
+    """Where ranks do not wait for each other, or names tell no step, different saves meet, fail, and later ones work.
+    """
+    outcomes = Job(world, saves_but_for, tmp_path, world, left_out, True, False, tags, group=True).values()
+    saved = [[step for step in range(LAST + 1) if told[step] == "saved"] for told in outcomes]
+    assert saved == [saved[0]] * world
+    assert LAST in saved[0]
+    assert [tags[step:][:1] or f"step_{step}" for step in saved[0]] == visible_tags(tmp_path)
+
+
+FIRST_LEFT_OUT = [(2, {1: {0}}), (2, {0: {0, 1}}), (2, {0: {0}, 1: {1}}), (3, {1: {0}, 2: {1}})]
 
 
 @pytest.mark.parametrize(("world", "left_out"), FIRST_LEFT_OUT, ids=str)
