@@ -51,12 +51,25 @@ def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None
         ) from error
 
 
+def put_bytes(tensor: torch.Tensor, data: memoryview) -> None:
+    """Overwrite a contiguous CPU tensor by all of its bytes. Raises InvalidArgument for more or less of them."""
+    _refuse_others(tensor)
+    if len(data) != tensor.nbytes:
+        raise InvalidArgument(f"{len(data)} bytes for a tensor {tensor.dtype} {tuple(tensor.shape)}")
+    # A view that keeps it alive takes most of a small tensor's time.
+    (ctypes.c_char * len(data)).from_address(tensor.data_ptr()).raw = data  # type: ignore[assignment]  # any buffer
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
+    _refuse_others(tensor)
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def _refuse_others(tensor: torch.Tensor) -> None:
     if not (tensor.is_cpu and tensor.is_contiguous()):
         raise InvalidArgument(
             f"a contiguous CPU tensor is needed, got one on {tensor.device} strided {tensor.stride()}"
         )
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")

@@ -26,6 +26,7 @@ from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whol
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
 from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
+    PLAIN,
     has_address,
     materialize,
     memory_for,
@@ -144,7 +145,7 @@ class ModelAdapter:
 
     def aliases(self, name: str) -> list[str]:
         """Return all names of the parameter called ``name`` (several for tied weights), in order."""
-        return self._names_by_tie.get(self._ties.get(name, name), [name])
+        return self.tied.get(name, [name])
 
     def missing(self, saved: Collection[str]) -> list[str]:
         """Return the live names that are absent from the names ``saved``, and no name tied to them is there."""
@@ -286,16 +287,17 @@ class ModelAdapter:
         return _find_ties(self._tensors, self._begins)
 
     @cached_property
-    def _names_by_tie(self) -> dict[str, list[str]]:
+    def tied(self) -> dict[str, list[str]]:
+        """All names of each tensor that has several, by each of them."""
         names: dict[str, list[str]] = {}
         for name, tie in self._ties.items():
             names.setdefault(tie, []).append(name)
-        return names
+        return {name: names[tie] for name, tie in self._ties.items()}
 
     @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {name: value for name, value in self.live.items() if isinstance(value, torch.Tensor)}
-        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, _WITHOUT_SHAPE)}
+        own = {name: value for name, value in self.live.items() if isinstance(value, torch.Tensor)}
+        return {name: one for name, one in own.items() if type(one) in PLAIN or not isinstance(one, _WITHOUT_SHAPE)}
 
     def check_writable(self, name: str) -> None:
         """Raise UnsupportedState if a value assigned to ``name`` would be lost."""
@@ -575,9 +577,7 @@ def _find_ties(tensors: Mapping[str, torch.Tensor], begins: Mapping[str, int]) -
     alike = Counter(begins.values())
     memory = {name: memory_of(tensor) for name, tensor in tensors.items() if alike[0] or alike[begins[name]] > 1}
     times = Counter(memory.values())
-    first: dict[Hashable, str] = {}
-    for name, place in memory.items():
-        first.setdefault(place, name)
+    first = {place: name for name, place in reversed(memory.items())}
     return {name: first[place] for name, place in memory.items() if times[place] > 1}
 
 

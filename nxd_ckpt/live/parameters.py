@@ -18,7 +18,7 @@ from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name, form_of
 from nxd_ckpt.live import dtensor, torch_xla
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _ATTRIBUTES = (
     "tensor_model_parallel",
@@ -68,7 +68,7 @@ def has_address(tensor: torch.Tensor) -> bool:
 
 def plain_address(tensor: torch.Tensor) -> int:
     """Return the address of a plain tensor on the CPU; 0 without memory, and for any other tensor."""
-    return tensor.data_ptr() if type(tensor) in _PLAIN and tensor.is_cpu else 0
+    return tensor.data_ptr() if type(tensor) in PLAIN and tensor.is_cpu else 0
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
@@ -112,7 +112,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     """Return the device, and the first byte in memory and the one after the last."""
     begin, device = tensor.data_ptr(), tensor.device
-    return (device.type, device.index or 0), begin, begin + _reach(tensor) * tensor.element_size()
+    nbytes = tensor.nbytes if tensor.is_contiguous() else _reach(tensor) * tensor.element_size()
+    return (device.type, device.index or 0), begin, begin + nbytes
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -179,7 +180,7 @@ def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None
 
 def is_row_major(tensor: torch.Tensor) -> bool:
     """Return whether a plain tensor's strides are those of a new one."""
-    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and tensor.stride() == contiguous_stride(tensor.shape)
 
 
@@ -212,7 +213,7 @@ def is_unusual(tensor: torch.Tensor) -> bool:
     These are sparse, nested and quantized tensors, and subclasses with their own operations (masked, fake, ...), except
     DTensors.
     """
-    if type(tensor) not in _PLAIN:  # as nearly none is
+    if type(tensor) not in PLAIN:  # as nearly none is
         if dtensor.is_dtensor(tensor):
             return False
         if has_own_operations(tensor):
@@ -222,7 +223,7 @@ def is_unusual(tensor: torch.Tensor) -> bool:
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for a tensor that is more than plain memory of this process."""
-    is_usual_type = type(tensor) in _PLAIN or dtensor.is_dtensor(tensor)
+    is_usual_type = type(tensor) in PLAIN or dtensor.is_dtensor(tensor)
     if is_usual_type and not is_unusual(tensor) and not tensor.is_meta and not torch_xla.is_spmd():
         refuse_short(name, tensor)
         return
@@ -270,7 +271,7 @@ def refuse_short(name: str, tensor: torch.Tensor) -> None:
 def is_short(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's storage ends before its last element: to read or write it would end the process."""
     local = dtensor.local_of(tensor)
-    if (type(local) not in _PLAIN and is_unusual(local)) or not has_address(local) or local.layout is not torch.strided:
+    if (type(local) not in PLAIN and is_unusual(local)) or not has_address(local) or local.layout is not torch.strided:
         return False
     return local.untyped_storage().nbytes() < _end_in_storage(local)
 

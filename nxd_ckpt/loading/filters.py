@@ -73,6 +73,8 @@ class Filter(Ignoring):
 
         A ZeRO-1 shard that is left out follows the weights that it is a copy of.
         """
+        if not self.is_selective:
+            return self.ignores
         followed = {f"optim/{alias}/{MASTER_WEIGHTS}" for name in loaded for alias in self._aliases(name)}
 
         def follows(name: str) -> bool:

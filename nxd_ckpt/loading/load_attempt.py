@@ -259,7 +259,8 @@ class LoadAttempt:
         if self.filtered.renaming:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
-        if live is not None and opened.parts.model and opened.topology.sizes == topology.sizes:
+        is_of_mesh = opened.manifest is not None and opened.manifest.leaders is not None
+        if is_of_mesh and live is not None and opened.parts.model and opened.topology.sizes == topology.sizes:
             opened.own = topology.rank, set(map(self.filtered.renaming.saved, live.names()))
         self._opened = opened
         self._cache = cache

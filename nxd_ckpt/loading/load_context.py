@@ -112,7 +112,7 @@ class LoadContext:
             self.topology,
             partitions=self.options.partitions or {},
             recorded={} if manifest is None else manifest.parameters,
-            aliases={} if self.model is None else {name: self.model.aliases(name) for name in self.specs},
+            aliases={} if self.model is None else self.model.tied,
             every_stage=self.layers_moved,
             experts=self.opened.experts(),
             gathered=self._gathered,

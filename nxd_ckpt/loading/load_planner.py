@@ -71,8 +71,8 @@ class ExactWeights:
 
 def of_other_dtype(tree: Mapping[str, Any], live: Mapping[str, ParameterSpec]) -> dict[str, Leaf]:
     """Return the tensors of a model's tree that were saved in another dtype than this rank's ``live`` ones have."""
-    tensors = {name: leaf for name, leaf in tree.items() if name in live and is_tensor(leaf)}
-    return {name: leaf for name, leaf in tensors.items() if form_of(leaf)[0] != live[name].dtype}
+    tensors = ((name, leaf) for name, leaf in tree.items() if name in live and is_tensor(leaf))
+    return {name: leaf for name, leaf in tensors if form_of(leaf)[0] != live[name].dtype}
 
 
 def exact_weights(
@@ -121,7 +121,7 @@ class LoadPlanner:
         self._exact = ExactWeights({}, ())
         if self._filter and self._model is not None and self._opened.parts.model:
             saved, aliases = self._context.state.model.values, self._model.aliases
-            tied = {name: leaf for name, leaf in saved.items() if len(aliases(name)) > 1}
+            tied = {name: leaf for name, leaf in saved.items() if name in self._model.tied}
             pairs = unequal_ties(tied, aliases, self._opened.reader)
             self._filter.know_apart({name for pair in pairs for name in pair})
 
@@ -214,8 +214,8 @@ class LoadPlanner:
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
         trees.take_own()
         if model is not None:
-            assigned = {name: trees.model_tree[name] for name in trees.names}
-            refuse_unequal_ties(self._opened.where, assigned, model.aliases, self._opened.reader)
+            tied = {name: trees.model_tree[name] for name in trees.names if name in model.tied}
+            refuse_unequal_ties(self._opened.where, tied, model.aliases, self._opened.reader)
             if isinstance(self._opened, MappedWeights):
                 trees.names = self._opened.without_ties(trees.names)
         trees.refuse_stale_shards()
@@ -226,8 +226,10 @@ class LoadPlanner:
 
     def _rounded(self, model: ModelAdapter, tree: dict[str, Any]) -> dict[str, Any]:
         """Return the tree with the weights for master weights (``_exact``) rounded to the live dtypes."""
+        if self._optimizer is None:
+            return tree
         differing = of_other_dtype(tree, self._context.specs)
-        if not differing or self._optimizer is None:
+        if not differing:
             return tree
         try:
             form = self._optimizer.form()

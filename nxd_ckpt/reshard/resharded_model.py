@@ -73,7 +73,7 @@ class ReshardedModel:
             ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be recut; the message says why.
         """
         context = self._context
-        specs = {name: context.live_spec(name, spec) for name, spec in live.items()}
+        specs = {name: context.live_spec(name, spec) for name, spec in live.items()} if context.partitions else live
         problems, tree = ShapeProblems(), {}
         for name in names:
             try:

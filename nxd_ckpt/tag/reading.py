@@ -38,7 +38,7 @@ from nxd_ckpt.formats.assembly import (
     run_of_block,
     slabs_of,
 )
-from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
+from nxd_ckpt.formats.memory import allocated, byte_view, put_bytes, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, itemsize
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.range_reader import PIECE, Range, RangeReader
@@ -247,9 +247,9 @@ class LeafReader(Closing):
         kept = self._files.kept(leaf.file)
         if kept is None:
             return False
-        memory = _memory_for(leaf, out)
-        memory[:] = kept[leaf.offset : leaf.offset + len(memory)]
-        self.done.add(len(memory))
+        nbytes = leaf.nbytes
+        put_bytes(out, kept[leaf.offset : leaf.offset + nbytes])
+        self.done.add(nbytes)
         return True
 
     def read_into(

@@ -102,9 +102,9 @@ class WrittenHints:
 
 def stub_of(entry: TensorEntry) -> TensorStub:
     """Return the stub of a tensor that was written."""
-    dtype, shape, nbytes, crc = _form(entry)
-    record = StorageSpan("data/0", entry.offset, nbytes, crc if crc or not nbytes else None)
-    return TensorStub(entry.file, entry.offset, dtype, shape, contiguous_stride(shape), record)
+    crc = crc32.combine_blocks(entry.crc32, entry.nbytes)
+    record = StorageSpan("data/0", entry.offset, entry.nbytes, crc if crc or not entry.nbytes else None)
+    return TensorStub(entry.file, entry.offset, entry.dtype, entry.shape, contiguous_stride(entry.shape), record)
 
 
 def check_extents(entries: Iterable[TensorEntry], nbytes: int, where: str) -> None:

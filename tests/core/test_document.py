@@ -47,6 +47,30 @@ def test_a_name_that_is_there_twice_is_refused(text: str) -> None:
         document.small(text.encode(), "names.json")
 
 
+@given(
+    value=VALUES,
+    name=st.text(),
+    is_ascii=st.booleans(),
+    before_colon=st.sampled_from(["", "", " ", "\n"]),
+    separators=st.sampled_from([(",", ":"), (", ", ": ")]),
+)
+def test_no_writing_hides_a_name_that_is_there_twice(
+    value: Any, name: str, is_ascii: bool, before_colon: str, separators: tuple[str, str]
+) -> None:
+    """Neither space, nor escapes, nor texts that begin with a colon."""
+    other = json.dumps([value, ":", '":'], separators=separators, ensure_ascii=is_ascii)
+    members = f"{json.dumps(name)}:1", f"{json.dumps(name, ensure_ascii=is_ascii)}{before_colon}:2"
+    with pytest.raises(MalformedFile, match=r"names\.json.* is there twice"):
+        document.small(f'{{{members[0]},"/":{other},{members[1]}}}'.encode(errors="surrogatepass"), "names.json")
+
+
+@given(value=DOCUMENTS)
+def test_a_document_is_read_however_it_is_written(value: dict[str, Any]) -> None:
+    """As other programs write it, too."""
+    texts = document.plain(value), json.dumps(value), json.dumps(value, indent=1, ensure_ascii=False)
+    assert [value] * 3 == [document.small(text.encode(errors="surrogatepass"), "any.json") for text in texts]
+
+
 @given(value=VALUES)
 def test_what_is_written_is_json(value: Any) -> None:
     """A mapping that is no dict counts as one; what JSON has no word for is refused."""
