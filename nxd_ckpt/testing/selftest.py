@@ -243,7 +243,8 @@ def _make(layout: str, rank: Rank, device: torch.device | None = None) -> tuple[
 
 def _step(rank: Rank, model: nn.Module, optimizer: Any) -> float:
     """Make one step of training, and return its loss; 0 where gradients are made up."""
-    optimizer.zero_grad()
+    # torch-xla's ZeRO-1 zeroes them by default: then the first step after a load, without gradients, is another graph.
+    optimizer.zero_grad(set_to_none=True)
     loss = torch.zeros(())
     if rank.communicates:
         loss = model(torch.randn(8, 16).to(next(model.parameters()).device)).square().mean()

@@ -36,7 +36,7 @@ def _load(directory: str, tag: str, *objects: Any) -> None:
 def _step(model: Any, optimizer: Any) -> float:
     import torch_xla
 
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=True)  # else the first step after a load is another graph
     loss: torch.Tensor = model()
     loss.backward()
     optimizer.step()
