@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,16 +113,41 @@ def _drifted(kind: Callable[[Any], Any]) -> Any:
     return model, kind(model.parameters())
 
 
+class _Averages:
+    """Averages of weights on the device, in a list that is longer on each rank, with numbers of the rank."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.state: dict[str, Any] = {"averages": [], "count": 0}
+
+    def step(self) -> None:
+        weights = [one.detach() * (1 + dist.get_rank()) for one in self.model.parameters()]
+        self.state["averages"] = [*weights, *weights[: dist.get_rank()]]
+        self.state["count"] += 1 + dist.get_rank()
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def _averaged() -> Any:
+    model, optimizer = _drifted(torch.optim.AdamW)
+    return model, optimizer, _Averages(model)
+
+
 OF_RANKS: dict[str, Callable[[], Any]] = {
     "flat shards": _flat_shards,
     "drifted copies": partial(_drifted, torch.optim.AdamW),
     "chained": partial(_drifted, imitations.Chained),
     "no optimizer of torch's": partial(_drifted, imitations.NoOptimizer),
     "float32 clones": partial(_drifted, imitations.WithMasters),
+    "averages in a list": _averaged,
 }
 
 
-def _own_step(model: Any, optimizer: Any) -> float:
+def _own_step(model: Any, optimizer: Any, averages: Any = None) -> float:
     """A step on gradients that no forward pass made: those of XLA's FSDP need collectives that are not emulated."""
     import torch_xla
 
@@ -136,18 +161,24 @@ def _own_step(model: Any, optimizer: Any) -> float:
         optimizer.step()
     else:
         optimizer.step(closure)
+    if averages is not None:
+        averages.step()
     torch_xla.sync()
     return float(sum(one.detach().cpu().sum() for one in model.parameters()))
 
 
 def _save_plainly(directory: str, tag: str, *objects: Any) -> None:
     with Checkpointer(directory) as checkpointer:
-        checkpointer.save(tag, *objects, async_save=True)
+        checkpointer.save(tag, *objects[:2], state=_state_of(objects), async_save=True)
 
 
 def _load_plainly(directory: str, tag: str, *objects: Any) -> None:
     with Checkpointer(directory) as checkpointer:
-        checkpointer.load(tag, *objects)
+        checkpointer.load(tag, *objects[:2], state=_state_of(objects))
+
+
+def _state_of(objects: Sequence[Any]) -> Any:
+    return {"averages": objects[2]} if len(objects) > 2 else None
 
 
 def _of_ranks(rank: int) -> list[str]:
