@@ -79,7 +79,7 @@ def test_the_quick_start_runs_where_it_alone_is_installed(built: dict[str, Path]
     script.write_text(code_blocks(README, "python")[0] + "\nprint(nxd_ckpt.__file__)")
 
     printed = _run(python, str(script), cwd=tmp_path).split()
-    assert ["step_300", str(site_packages / "nxd_ckpt" / "__init__.py")] == printed
+    assert ["0", "step_300", str(site_packages / "nxd_ckpt" / "__init__.py")] == printed
     assert "step_300: ok" in _run(str(environment / "bin" / "nxd-ckpt"), "verify", "checkpoints", cwd=tmp_path)
 
 

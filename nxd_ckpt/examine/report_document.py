@@ -222,12 +222,13 @@ def _statistics(
     latest = list(opened)[max(0, len(opened) - count) :]
     is_found = count == 0
     for tag, open_tag in reversed(list(opened.items())):
-        stored = read_statistics(open_tag) if cache or tag not in latest else None
-        if tag in latest:
+        is_latest = tag in latest  # then the count looks at what is stored again, and warns
+        stored = read_statistics(open_tag, warns=not is_latest) if cache or not is_latest else None
+        if is_latest:
             open_tag.require_unchanged()
         if stored is not None:
             statistics[tag] = stored
-        elif tag in latest or not is_found:
+        elif is_latest or not is_found:
             with collect_problems(damage[tag]):
                 statistics[tag] = counted(open_tag)
         is_found |= tag in statistics and not not_finite(statistics[tag])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -46,6 +47,7 @@ def in_a_process(run: Callable[[], Any], kill_at: int | None = None) -> int:
     seen = context.Value("i", 0)
 
     def child() -> None:
+        gc.freeze()  # what the parent left is not collected here: threads that some of it would wait for are not here
         faulthandler.dump_traceback_later(LASTS / 2, exit=False)
         killed_at(kill_at, seen)
         run()
