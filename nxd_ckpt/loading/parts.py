@@ -83,8 +83,8 @@ def warn_of_forgotten(opened: OpenTag, request: LoadRequest, filtered: Filter) -
     left = [part for part in saved if not filtered.covers(part)]
     if left and request.optimizer and request.reports_progress:
         logger.warning(
-            "%s: %s is not loaded, because the load passes nothing for it. If this run goes on, pass %s; otherwise "
-            "ignore_keys=%s says that it is left out on purpose",
+            "%s: nothing was passed for %s, which the tag holds: it is not loaded. If this run goes on, pass %s; "
+            "otherwise ignore_keys=%s says that it is left out on purpose",
             opened.where,
             " and ".join(left),
             " and ".join(f"{part}=" for part in left),

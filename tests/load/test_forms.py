@@ -132,9 +132,9 @@ def test_a_resume_that_asks_for_too_little_is_told(tmp_path: Path, caplog: pytes
     save_checkpoint(tmp_path, "t", model, optimizer, scheduler, rank_content={"seed": 1}, durable=False)
     both = ["scheduler", "rank_content"]
     expected: list[tuple[dict[str, Any], str]] = [
-        ({}, "scheduler and rank_content is not loaded"),
-        ({"rank_content": {}}, "t: scheduler is not loaded"),
-        ({"ignore_keys": ["scheduler"]}, "t: rank_content is not loaded"),
+        ({}, "passed for scheduler and rank_content,"),
+        ({"rank_content": {}}, "passed for scheduler,"),
+        ({"ignore_keys": ["scheduler"]}, "passed for rank_content,"),
         ({"ignore_keys": both}, ""),
         ({"scheduler": scheduler, "rank_content": {}}, ""),
     ]
