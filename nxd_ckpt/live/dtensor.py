@@ -16,11 +16,11 @@ from nxd_ckpt.core.mesh import Coordinate, Layout, Mesh, Placed, Placement, Shar
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import UnsupportedState
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_dtensor(value: Any) -> bool:
-    if type(value) in _PLAIN:  # as nearly all are
+    if type(value) in PLAIN:  # as nearly all are
         return False
     library = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(value, library.DTensor)
@@ -28,7 +28,7 @@ def is_dtensor(value: Any) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, in the same memory; any other tensor unchanged."""
-    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]  # as to_local(), which takes 50 times as long
     local = local.wait() if hasattr(local, "wait") else local

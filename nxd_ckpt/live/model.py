@@ -20,13 +20,12 @@ from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, Unsup
 from nxd_ckpt.formats.state import ModelState, StateTensor
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, dtype_name, form_of, is_tensor, itemsize, iter_tensors
-from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, placed_of
+from nxd_ckpt.live.dtensor import PLAIN, is_dtensor, like, local_of, placed_of
 from nxd_ckpt.live.frozen import Frozen
 from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root, set_extra_state
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
 from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
-    PLAIN,
     has_address,
     materialize,
     memory_for,

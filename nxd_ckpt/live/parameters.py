@@ -17,8 +17,7 @@ from nxd_ckpt.formats.memory import has_own_operations, is_shards
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import contiguous_stride, dtype_name, form_of
 from nxd_ckpt.live import dtensor, torch_xla
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+from nxd_ckpt.live.dtensor import PLAIN
 
 _ATTRIBUTES = (
     "tensor_model_parallel",

@@ -90,11 +90,11 @@ class Provenance:
         _, spec, shards, shard, _, _, placed = about
         form = stored.dtype, stored.shape, leaf.dtype, leaf.shape, leaf.stride
         key = id(placed), id(spec), shards, shard, id(stored.pieces), form  # of many tensors, few
-        known = self._in_place.get(key)
-        if known is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
+        verdict = self._in_place.get(key)
+        if verdict is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
             is_there = about.pieces(self._topology, stored.shape) == stored.pieces
-            known = self._in_place[key] = is_there and _is_all(leaf, stored), about
-        return known[0]
+            verdict = self._in_place[key] = is_there and _is_all(leaf, stored), about
+        return verdict[0]
 
     def _is_rounded(self, about: StateTensor, leaf: Leaf) -> bool:
         """Return whether a weight is made of one with fewer bits, though the tag has its master weights."""

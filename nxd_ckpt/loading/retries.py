@@ -76,12 +76,11 @@ class LoadRetries:
 
     def failed(self, source: TagSource, error: Exception) -> None:
         """Return if there is something left to try, else raise ``error``, which names the remedy. Collective."""
-        tried = f"{source.copy.tag!r} is tried, because {self.skipped}" if self.unfit else ""
         try:
             self._failed(source, error)
         except CheckpointError as last:
-            if tried:
-                last.args = (f"{last}. {tried}",)
+            if self.unfit:
+                last.args = (f"{last}. {source.copy.tag!r} is tried, because {self.skipped}",)
             raise
 
     def _failed(self, source: TagSource, error: Exception) -> None:

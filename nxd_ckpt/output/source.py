@@ -30,8 +30,7 @@ from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.verify import guests_in
 
-SCHEDULER = "scheduler.pt"
-OF_THE_RUN = ("optimizer.pt", SCHEDULER, "trainer_state.json", "training_args.bin")
+OF_THE_RUN = ("optimizer.pt", names.SCHEDULER, "trainer_state.json", "training_args.bin")
 """Files of transformers' trainer beside a checkpoint of another layout."""
 
 _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
@@ -68,7 +67,8 @@ class Source:
             others = [] if in_tag else self.guests()
         else:
             beside = TagFiles(self.root.open(), self.beside)
-            others = [name for name in OF_THE_RUN if beside.has(name) and not (saved.scheduler and name == SCHEDULER)]
+            present = filter(beside.has, OF_THE_RUN)
+            others = [file for file in present if not (saved.scheduler and file == names.SCHEDULER)]
         return (*saved.lacking_in(kept), *others)
 
     def guests(self) -> list[str]:

@@ -24,6 +24,7 @@ from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.live.dtensor import PLAIN
 from nxd_ckpt.live.state_names import Container, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.saving.waves import Wave
@@ -33,8 +34,6 @@ LARGE = 2**20
 
 _SAMPLE = 2**12
 """Bytes of each of the three samples of a large tensor."""
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Replica(NamedTuple):
@@ -150,12 +149,12 @@ class Own:
         if copy.mesh is not None:
             self.meshes[copy.name] = copy.mesh
 
-    def keep_values(self, values: Values, names: Iterable[str], held: Callable[[Any], Any]) -> None:
-        """Keep the values of these names, also that some are not there. Containers keep what is ``held`` of tensors."""
+    def keep_values(self, values: Values, names: Iterable[str], own_value: Callable[[Any], Any]) -> None:
+        """Keep the values of these names, also that some are not there; of containers the ``own_value`` of tensors."""
         for name in names:
             if name in values.by_name:
                 path, value = values.by_name[name]
-                own = map_tensors(value.tree, held) if isinstance(value, Container) else value
+                own = map_tensors(value.tree, own_value) if isinstance(value, Container) else value
                 self.leaves[name], self.paths[name] = own, list(path)
             else:
                 self.absent.append(name)
@@ -328,7 +327,7 @@ class Replicas:
         number_of = {id(self.tensors[copy.part][copy.number]): number for number, copy in enumerate(self.compared)}
         copy_of = {id(self.tensors[copy.part][copy.number]): copy for copy in self.copies}
 
-        def held(tensor: torch.Tensor) -> torch.Tensor | None:
+        def own_value(tensor: torch.Tensor) -> torch.Tensor | None:
             copy, number = copy_of[id(tensor)], number_of.get(id(tensor))
             value = tensor if self.stays else None
             if number is not None:  # else it is this rank's own already, and was not staged to be compared
@@ -344,7 +343,7 @@ class Replicas:
             if values.claim in theirs:
                 others, here = theirs[values.claim], values.digests
                 names = [name for name in {**here, **others} if here.get(name) != others.get(name)]
-                own.keep_values(values, names, held)
+                own.keep_values(values, names, own_value)
         return own
 
     def _held(self, number: int, copy: Replica, storage_of: Mapping[int, int]) -> torch.Tensor | None:
@@ -377,7 +376,7 @@ def _parts_of(copy: Replica, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the beginning, middle and end of a large tensor; nothing of one on a device, or of no simple layout."""
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
+    if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
         return []
     flat, size = tensor.detach().view(-1), tensor.element_size()
     return [flat[start // size : stop // size] for start, stop in _sample_spans(tensor.nbytes)]

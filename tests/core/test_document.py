@@ -66,7 +66,7 @@ def test_no_writing_hides_a_name_that_is_there_twice(
 
 @given(value=DOCUMENTS)
 def test_a_document_is_read_however_it_is_written(value: dict[str, Any]) -> None:
-    """As other programs write it, too."""
+    """Texts of other programs, with space and escapes, too."""
     texts = document.plain(value), json.dumps(value), json.dumps(value, indent=1, ensure_ascii=False)
     assert [value] * 3 == [document.small(text.encode(errors="surrogatepass"), "any.json") for text in texts]
 

@@ -44,17 +44,16 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calls(kept: Path, place: str) -> list[tuple[str, dict[str, Any]]]:
-    """What each kind of hostile file in that place did to every call, none of which may fail in another way than it
-    should."""
+    """Return each hostile file's outcomes in that place, call by call: none may fail in another way than it should."""
     source = "import runpy\nrunpy.run_module('tests.hostile.places', run_name='__main__')"
     done = run_program(source, kept, place)
     assert 0 == done.returncode, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert list(KINDS) == [one["kind"] for one in found]
-    for one in found:
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert list(KINDS) == [one["kind"] for one in outcomes]
+    for one in outcomes:
         assert one["outside"], one
         assert not [done for done in one["calls"].values() if "raw" in done], one
-    return [(one["kind"], one["calls"]) for one in found]
+    return [(one["kind"], one["calls"]) for one in outcomes]
 
 
 @pytest.mark.parametrize("place", OF_THE_DIRECTORY)

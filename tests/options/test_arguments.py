@@ -299,7 +299,7 @@ def _in_turn(names: list[str]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _each_option(rank: int, directory: str, names: list[str]) -> list[tuple[str, str, str]]:
-    """What came of a save with each option, on this rank."""
+    """Return the outcome of a save with each option, on this rank."""
     return [
         (name, kind, _saving(rank, f"{directory}/{name} {kind}", [{name: value}] * 2))
         for name, kind, value in _in_turn(names)
@@ -326,7 +326,7 @@ def _loading(rank: int, directory: str, given: list[dict[str, Any]]) -> str:
 
 
 def _each_load(rank: int, directory: str, names: list[str]) -> list[tuple[str, str, str]]:
-    """What came of a load with each option, on this rank."""
+    """Return the outcome of a load with each option, on this rank."""
     return [
         (name, kind, _loading(rank, directory, [{name: value}] * 2)) for name, kind, value in _in_turn(names)
     ]

@@ -503,16 +503,16 @@ class _OfDeviceInside(torch.Tensor):
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "of this rank already"])
 def test_the_writers_thread_asks_no_tensor_in_a_list(is_known: bool) -> None:
-    """What is in a list or object of other tensors on another rank is known from the call, too."""
+    """The forms of tensors in a list or object are recorded at the call, too."""
     form, name = ("float32", (3,)), "scheduler/averages/0"
     averages = torch.zeros(3).as_subclass(_OfDeviceInside), torch.zeros(3).as_subclass(_OfDeviceInside)
-    known = {name} if is_known else set()
+    own_names = {name} if is_known else set()
     copies = [Replica("scheduler", 0, name, form, 12, 1, "scheduler")]
     copies += [Replica("scheduler", 1, "scheduler/averages/1", form, 12, 1, "scheduler")]
     tree, forms = {"averages": list(averages)}, {id(average): form for average in averages}
-    values = Values("scheduler", 1, tree, None, None, None, known, forms)
+    values = Values("scheduler", 1, tree, None, None, None, own_names, forms)
     compared = copies[1:] if is_known else copies
-    replicas = Replicas(0, copies, compared, {"scheduler": averages}, [values], known, True)
-    assert values.digest != Values("scheduler", 1, tree, None, None, None, known, {}).digest
+    replicas = Replicas(0, copies, compared, {"scheduler": averages}, [values], own_names, True)
+    assert values.digest != Values("scheduler", 1, tree, None, None, None, own_names, {}).digest
     own = replicas.differing({values.claim: {}})
     assert ([None, None], {copy.name for copy in copies}) == (own.leaves["scheduler/averages"], {*own.lost})
