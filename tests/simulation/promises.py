@@ -59,12 +59,7 @@ class Promises:
         """What any rank was told is saved is there: as it was saved, or as a later save under the same tag, unless
         retention has removed it for later ones, which are dated so."""
         for job, save in ((one, told.save) for one in jobs for told in one.outcomes if told.word == "saved"):
-            later = [
-                other
-                for another in jobs
-                for _, other in another.begun
-                if other.value > save.value or (another is not job and (another.is_rival or job.is_rival))
-            ]
+            later = _later(jobs, job, save)
             found = tags.get(save.tag)
             same = {save.value, *(other.value for other in later if other.tag == save.tag)}
             if found in same:
@@ -74,13 +69,22 @@ class Promises:
             if self.in_place and any(other.tag == save.tag and other.removes for other in later):
                 continue
             assert kept is not None, f"save {save.value} of {save.tag!r} is lost: {tags}"
-            newer = {other.value for other in later} & set(tags.values())
+            newer = {other.value for other in later} & {*tags.values(), *self._removed_to_be_saved_over(jobs)}
             is_exact = self.retention_is_exact and not self.in_place and not any(one.is_skewed for one in jobs)
             if dated is not None and is_exact:
                 times, began = dated(), EPOCH + job.began[save]
                 newer = {tags[tag] for tag, (time, _) in times.items() if tags[tag] in newer and time >= began}
             assert len(newer) >= kept, f"retention removed save {save.value} of {save.tag!r} for {newer}"
         assert set(tags.values()) <= {save.value for job in jobs for _, save in job.begun}
+
+    def _removed_to_be_saved_over(self, jobs: Sequence[Job]) -> set[int]:
+        """Complete saves whose tag a later one removed by the caller's leave. Retention counted them."""
+        saved = [(job, told.save) for job in jobs for told in job.outcomes if self.in_place and told.word == "saved"]
+        return {
+            save.value
+            for job, save in saved
+            if any(other.tag == save.tag and other.removes for other in _later(jobs, job, save))
+        }
 
     def what_must_not_be_replaced_stays(self, jobs: Sequence[Job]) -> None:
         """``overwrite=False`` is refused where a tag of that name was saved before, and no rule removes any."""
@@ -216,3 +220,13 @@ class Promises:
         assert words == expected, [outcome.error for outcome in job.outcomes]
         tags = oracle.visible(storage)
         assert all(tags.get(save.tag) == save.value for _, save in job.begun), tags
+
+
+def _later(jobs: Sequence[Job], job: Job, save: Save) -> list[Save]:
+    """The saves that may have come after it: any of a rival may."""
+    return [
+        other
+        for another in jobs
+        for _, other in another.begun
+        if other.value > save.value or (another is not job and (another.is_rival or job.is_rival))
+    ]
