@@ -284,7 +284,7 @@ FOUND = [
     # Retention kept one tag, which the next save removed to save it anew, and the power failed: the caller's leave, for
     # which the judge blamed retention.
     HostsSchedule(
-        54007876, (Save("a", 1, False, 1, True), Save("b", 2, False, 1, True, fails_on=0), Save("a", 3, False, 1, True)),
+        54007876, (Save("a", 1, False, 1, True), Save("b", 2, False, 1, True, 0), Save("a", 3, False, 1, True)),
         "all power", rank=1, at=120, has_group=True, machines=("one", "two", "one", "two"), is_looked_at=True,
         crossed=True, rival=(Save("b", 5, True, None, True), Save("x", 6, True, None, True)),
     ),
