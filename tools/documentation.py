@@ -33,6 +33,7 @@ OUTSIDE = {
     "tests/README.md": "tests.md",
     "tests/counts.md": "counts.md",
     "docs/decisions": "decisions/index.md",
+    "examples": "examples/index.md",
     **{path: str(Path(path).with_suffix(".md")) for path in EXAMPLES},
 }
 """The page of everything in the repository that is linked to and is no page of docs/."""
@@ -61,7 +62,9 @@ os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}  # argparse's help is the same
 def on_config(config: MkDocsConfig) -> None:
     """Add to the navigation what is generated."""
     sections = {title: pages for entry in config.nav or [] if isinstance(entry, dict) for title, pages in entry.items()}
-    sections["Train"].append({"Examples": [{Path(path).name: OUTSIDE[path]} for path in EXAMPLES]})
+    sections["Train"].append(
+        {"Examples": ["examples/index.md", *({Path(path).name: OUTSIDE[path]} for path in EXAMPLES)]}
+    )
     sections["Know"].append({"Reference": [{title: f"reference/{module}.md"} for module, title in REFERENCE.items()]})
     records = [f"decisions/{path.name}" for path in DECISIONS]
     sections["Know"].append({"Decisions": ["decisions/index.md", *records]})
@@ -99,11 +102,16 @@ def _led(link: str, origin: str, here: str) -> str:
 
 def _as_page(path: Path) -> str:
     if path.is_dir():
-        titles = {record.relative_to(path.parent): record.read_text().partition("\n")[0] for record in DECISIONS}
-        return "# Decisions\n\n" + "".join(f"- [{title.lstrip('# ')}]({record})\n" for record, title in titles.items())
+        titles = {file.name: _title(file) for file in sorted((*path.glob("*.md"), *path.glob("*.py")))}
+        links = (f"- [{title}]({path.name}/{name})\n" for name, title in titles.items())
+        return f"# {path.name.title()}\n\n" + "".join(links)
     if path.suffix == ".py":
         return f"# {path.name}\n\n```python\n{path.read_text()}```\n"
     return path.read_text() if path.suffix == ".md" else f"# {path.name}\n\n```text\n{path.read_text()}```\n"
+
+
+def _title(file: Path) -> str:
+    return file.read_text().partition("\n")[0].lstrip("# ") if file.suffix == ".md" else file.name
 
 
 def _reference(module: str, title: str) -> str:
