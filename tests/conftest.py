@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -62,10 +63,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(absent)
 
 
-def pytest_collection_finish() -> None:
-    """Keep the collector of garbage away from modules and tests: walking through them took an eighth of all time."""
-    gc.freeze()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the collector of garbage begin, with nothing to walk through."""
+    _keep_from_collector(session)
     gc.enable()
+
+
+def _keep_from_collector(session: pytest.Session) -> None:
+    """Keep it away from all that is there: walking through modules and tests took an eighth of all time."""
+    gc.freeze()
+    session.stash[_MODULES] = len(sys.modules)
+
+
+_MODULES = pytest.StashKey[int]()
+"""Modules that were imported when last all was kept from the collector."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Keep the collector away from what a file, or a test that imported much, leaves behind.
+
+    `close_checkpointers` collects garbage: late in a long run that took half a second, in each of a thousand calls.
+    """
+    yield
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > item.session.stash[_MODULES] + 20:
+        gc.collect()
+        _keep_from_collector(item.session)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,7 @@ On two Pythons: from 3.12 on an exiting interpreter starts no threads, and child
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -17,28 +16,21 @@ import torch
 from nxd_ckpt import open_checkpoint
 from tests.protocol.children import in_child
 from tests.protocol.states import visible_tags
-from tests.support.processes import run_file, run_program
+from tests.support.processes import run_file, run_program, run_to_their_ends
 
 pytestmark = [pytest.mark.plain]
 
-# The directory, and whether its second save fails.
+# After a line with the directory, and whether its second save fails.
 PROLOGUE = """
 import atexit, os, sys
 import torch
 import nxd_ckpt
 from nxd_ckpt import dcp
 
-path, fails = sys.argv[1], len(sys.argv) > 2
 state = {"model": {"weight": torch.ones(2**18)}}
 if fails:
     open(os.path.join(path, "last"), "w").close()  # a file in the place of the tag
 """
-
-
-def run(path: Path, program: str, *, fails: bool) -> CompletedProcess[str]:
-    """In a new interpreter, to its very end."""
-    command = [sys.executable, "-c", PROLOGUE + program, str(path), *(["fails"] if fails else [])]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 PROGRAMS = {
@@ -60,28 +52,48 @@ def save():
 threading.Thread(target=save).start()
 """,
 }
+LOST = ["dcp.async_save", "atexit, async", "thread"]
+ENDS = [(name, False) for name in PROGRAMS] + [(name, True) for name in LOST]
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_the_last_save_is_finished(tmp_path: Path, program: str) -> None:
+@dataclass(frozen=True)
+class End:
+    """How a program ended, and the directory that it saved to."""
+
+    path: Path
+    process: CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], End]:
+    """Of each program, and for some where its last save fails."""
+    paths = {(name, fails): tmp_path_factory.mktemp("end") for name, fails in ENDS}
+    programs = {
+        f"{name}, {fails}": f"path, fails = {str(path)!r}, {fails}{PROLOGUE}{PROGRAMS[name]}"
+        for (name, fails), path in paths.items()
+    }
+    return dict(zip(paths, map(End, paths.values(), run_to_their_ends(programs).values()), strict=True))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_last_save_is_finished(ends: dict[tuple[str, bool], End], name: str) -> None:
     """Whoever makes it; the exit code is 0."""
-    ended = run(tmp_path, program, fails=False)
-    assert 0 == ended.returncode, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert torch.equal(torch.ones(2**18), open_checkpoint(tmp_path, "last").read("model/weight"))
-    assert not list(tmp_path.glob("**/lease.json"))
+    end = ends[name, False]
+    assert 0 == end.process.returncode, end.process.stderr
+    assert "Traceback" not in end.process.stderr
+    assert torch.equal(torch.ones(2**18), open_checkpoint(end.path, "last").read("model/weight"))
+    assert not list(end.path.glob("**/lease.json"))
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.one_in(2)
-def test_a_lost_save_is_the_exit_code(tmp_path: Path, program: str) -> None:
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_save_is_the_exit_code(ends: dict[tuple[str, bool], End], name: str) -> None:
     """And the log names the tag."""
-    ended = run(tmp_path, program, fails=True)
-    assert 1 == ended.returncode, ended.stderr
-    assert "last" in ended.stderr
+    end = ends[name, True]
+    assert 1 == end.process.returncode, end.process.stderr
+    assert "last" in end.process.stderr
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.once)])
 def test_a_child_of_multiprocessing_finishes_its_saves(tmp_path: Path, method: str) -> None:
     """Its exit code is 1 if one failed."""
     for fails, code, tags in ((False, 0, ["one", "two"]), (True, 1, ["one"])):
@@ -138,7 +150,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.once)])
 def test_a_task_of_a_pool_ends_with_its_saves(tmp_path: Path, method: str) -> None:
     """A lost one is its exception, since nobody looks at exit codes of a pool. The next task saves again."""
     script = tmp_path / "pooled.py"
@@ -175,8 +187,7 @@ def test_what_torch_xla_launches_finishes_its_saves(tmp_path: Path) -> None:
     script.write_text(LAUNCHED)
     (tmp_path / "lost").mkdir()
     (tmp_path / "lost" / "last").touch()  # a file in the place of the tag
-    command = [sys.executable, str(script), str(tmp_path / "run"), str(tmp_path / "lost")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    ended = run_file(script, tmp_path / "run", tmp_path / "lost")
     assert 1 == ended.returncode, ended.stderr
     assert str(tmp_path / "lost") in ended.stderr
     assert ["last"] == visible_tags(tmp_path / "run")

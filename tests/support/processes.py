@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -89,6 +90,50 @@ def run_ranks(source: str, *arguments: Sequence[object]) -> list[CompletedProces
             for rank, own in enumerate(arguments)
         ]
         return [program.wait() for program in programs]
+
+
+_TO_THEIR_ENDS = """
+import os, sys
+import torch.distributed.checkpoint
+directory, *names = sys.argv[1:]
+children = {}
+for name in names:
+    if (pid := os.fork()) == 0:
+        break
+    children[name] = pid
+else:
+    for name, pid in children.items():
+        with open(f"{directory}/{name}.code", "w") as file:
+            file.write(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    raise SystemExit
+for number, stream in ((1, "stdout"), (2, "stderr")):
+    os.dup2(os.open(f"{directory}/{name}.{stream}", os.O_WRONLY | os.O_CREAT), number)
+with open(f"{directory}/{name}.py") as file:
+    program = compile(file.read(), name, "exec")
+sys.argv = [name]
+exec(program)
+"""
+
+
+def run_to_their_ends(programs: Mapping[str, str]) -> dict[str, CompletedProcess[str]]:
+    """Programs, at the same time, each in an interpreter to its very end, past what :class:`Program` leaves out.
+
+    They are forked by the main module of a new interpreter, once it has imported torch, which takes longest.
+    """
+    numbers = {program: str(number) for number, program in enumerate(programs)}
+    with tempfile.TemporaryDirectory(prefix="nxd_ckpt_programs_") as written:
+        directory = Path(written)
+        for program, number in numbers.items():
+            (directory / f"{number}.py").write_text(programs[program])
+        subprocess.run([sys.executable, "-c", _TO_THEIR_ENDS, written, *numbers.values()], check=True, timeout=600)
+
+        def said(program: str, what: str) -> str:
+            return (directory / f"{numbers[program]}.{what}").read_text()
+
+        return {
+            program: CompletedProcess([], int(said(program, "code")), said(program, "stdout"), said(program, "stderr"))
+            for program in programs
+        }
 
 
 def _run(source: str, arguments: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
