@@ -2,9 +2,9 @@
 
 Without renames a tag is filled, and emptied, one key after the other. So a small file names the tag before that begins,
 and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. A job that finds a dead job's
-intent looks for the tag's ``done``. If it is there, the tag is complete: the save was committed, or its removal had not
-begun. If not, everything in the tag is removed, except files of others (see coordination.guests)
-in a tag that was being filled. On a file system a directory has the same name, with the files of a
+intent looks for the tag's ``done``. If it is there, and of the attempt that filled the tag, the tag is complete: the
+save was committed, or its removal had not begun. If not, everything in the tag is removed, except files of others (see
+coordination.guests) in a tag that was being filled. On a file system a directory has the same name, with the files of a
 future or former tag; `clear` removes either.
 """
 
@@ -17,7 +17,8 @@ from contextlib import suppress
 from nxd_ckpt.coordination.control_files import read_note
 from nxd_ckpt.coordination.guests import remove_all_but_guests
 from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, unfinished_dir
-from nxd_ckpt.core.names import DONE
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import Storage
@@ -53,9 +54,10 @@ def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
     are known.
     """
     tag = _tag(storage, key) if not storage.renames or storage.is_file(key) else None
-    if tag is not None and not storage.is_file(f"{tag}/{DONE}"):
+    if tag is not None and not _is_complete(storage, tag):
         of_all = key.startswith(f"{TRASH}/")
-        went = storage.remove_if(tag, confirm) if of_all else remove_all_but_guests(storage, tag, confirm)
+        went = storage.remove_if(f"{tag}/{DONE}", confirm)  # before what it would make a tag
+        went = went and (storage.remove_if(tag, confirm) if of_all else remove_all_but_guests(storage, tag, confirm))
         if not (went and confirm()):
             return
         storage.discard_unfinished(tag)
@@ -65,6 +67,24 @@ def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
             # It was a tag, if only for a moment: its name must be gone for good before its files are.
             storage.sync_dir("")
     storage.remove(key)
+
+
+def _is_complete(storage: Storage, tag: str) -> bool:
+    """Return whether a tag has ``done``, of the attempt that filled it.
+
+    A request of an earlier attempt that was given up may still happen, and bring its ``done`` into the files of a later
+    one. In place the marker names the attempt that fills the tag.
+    """
+    try:
+        done = storage.read(f"{tag}/{DONE}", NOTE)
+    except FileNotFoundError:
+        return False
+    try:
+        marker = storage.read(f"{tag}/{MARKER}", NOTE)
+    except FileNotFoundError:
+        return True
+    ended, filling = (content.partition(b" ")[2] for content in (done, marker))
+    return not ended or not filling or ended == filling
 
 
 def _moved_away(storage: Storage, key: str) -> str:

@@ -14,7 +14,7 @@ from nxd_ckpt.commit.retention import retire_unpinned
 from nxd_ckpt.coordination import intents
 from nxd_ckpt.coordination.paths import COPIES, PINS, STAGING, TRASH, VOTES, staging_dir, unfinished_dir
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
-from nxd_ckpt.core.names import DONE, MANIFEST
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, files_to_copy
@@ -229,6 +229,17 @@ def test_what_comes_into_a_tag_while_an_intent_is_finished_stays(store: MemorySt
     intents.declare(store, staging_dir(ATTEMPT), TAG)
     intents.clear(store, staging_dir(ATTEMPT), save)
     assert b"old" == store.read(f"{TAG}/{MODEL}")
+
+
+@pytest.mark.parametrize("ended, stays", [("5 run-1", True), ("1", True), ("3 run-0", False)])
+def test_a_done_of_another_attempt_completes_no_tag(store: MemoryStorage, ended: str, stays: bool) -> None:
+    """A request of an earlier save, which was given up, put its ``done`` into a tag that was being saved again. NxD's,
+    which names no attempt, completes one."""
+    for name, content in ((MARKER, "1 run-1"), (MODEL, "1"), (DONE, ended)):
+        store.write(f"{TAG}/{name}", content.encode())
+    intents.declare(store, staging_dir("run-1"), TAG)
+    intents.clear(store, staging_dir("run-1"), lambda: True)
+    assert (3 if stays else 0) == len(store.keys)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

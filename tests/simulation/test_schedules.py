@@ -216,6 +216,12 @@ FOUND = [
         1088251, (Save("a", 1, True, 2), Save("b", 2, False, 2)), "late", rank=0, at=29, has_group=True,
         machines=("one", "one", "one"), times=3, part=2**20,
     ),
+    # Late requests of a tag's first save put its manifest and `done` into the files of its second, which were left
+    # there as a tag.
+    StoreSchedule(
+        56005352, (Save("a", 1, True, overwrite=True), Save("a", 2, True, overwrite=True)), "late", rank=0, at=12,
+        machines=("one", "one", "one"), is_looked_at=True, times=8, page=2,
+    ),
     # A host stood still while rank 0 gave up, which kept the lease.
     HostsSchedule(
         1275, (Save("a", 1, is_async=True),), "stall", rank=1, at=16, has_group=True, machines=("one", "two"),
