@@ -231,7 +231,7 @@ def test_what_comes_into_a_tag_while_an_intent_is_finished_stays(store: MemorySt
     assert b"old" == store.read(f"{TAG}/{MODEL}")
 
 
-@pytest.mark.parametrize("ended, stays", [("5 run-1", True), ("1", True), ("3 run-0", False)])
+@pytest.mark.parametrize(("ended", "stays"), [("5 run-1", True), ("1", True), ("3 run-0", False)])
 def test_a_done_of_another_attempt_completes_no_tag(store: MemoryStorage, ended: str, stays: bool) -> None:
     """A request of an earlier save, which was given up, put its ``done`` into a tag that was being saved again. NxD's,
     which names no attempt, completes one."""

@@ -86,6 +86,7 @@ def _baseline(session: pytest.Session, file: str) -> list[Ran]:
             sys.settrace(None)
         first = shared.setdefault(item.path, lines)
         ran.append(Ran(failed == session.testsfailed, time.monotonic() - began, frozenset(lines | first)))
+    _become(file, 0)  # raises where no mutant would change anything
     return ran
 
 

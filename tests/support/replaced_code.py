@@ -9,14 +9,24 @@ from types import CodeType, FunctionType
 
 
 def replace_code(before: CodeType, after: CodeType) -> None:
-    """Give the functions of a module, compiled as ``before``, the code that they have in ``after``."""
+    """Give the functions of a module, compiled as ``before``, the code that they have in ``after``.
+
+    Raises LookupError if no function of the module is found.
+    """
+    gc.unfreeze()  # what is frozen is in no list of objects
     codes = {code: place for place, code in _codes(before)}
     changed = {place: code for place, code in _codes(after) if code not in codes}
-    for function in gc.get_objects():
-        if type(function) is FunctionType and function.__code__.co_filename == before.co_filename:
-            code = changed.get(codes.get(function.__code__, ("", 0)))
-            if code is not None:
-                function.__code__ = code
+    functions = [
+        one
+        for one in gc.get_objects()
+        if type(one) is FunctionType and one.__code__.co_filename == before.co_filename
+    ]
+    if not functions:
+        raise LookupError(f"no function of {before.co_filename} is in this process")
+    for function in functions:
+        code = changed.get(codes.get(function.__code__, ("", 0)))
+        if code is not None:
+            function.__code__ = code
 
 
 def _codes(module: CodeType) -> Iterator[tuple[tuple[str, int], CodeType]]:
