@@ -59,8 +59,9 @@ class Every(Options):
 class Best(Options):
     """A rule that keeps the ``count`` tags with the lowest ``metric``, or with ``mode="max"`` the highest.
 
-    Of equal ones it keeps the newest. It also keeps every tag that was saved without that metric, or with one that was
-    not finite, because their quality is not known. So a metric whose name is misspelt removes nothing.
+    Of equal ones it keeps the newest. How good a tag is that was saved without that metric, or with one that was not
+    finite, is not known. Such tags stay until ``count`` tags have the metric, so that a misspelt one removes nothing.
+    Those that are older than all that have it, of a time before metrics were given, stay for good.
     """
 
     metric: str
@@ -77,9 +78,11 @@ class Best(Options):
 
     def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
         sign = 1 if self.mode == "min" else -1
-        values = [(self.value(metrics.get(info.tag, {})), info) for info in reversed(tags)]
-        ranked = sorted([(sign * value, info) for value, info in values if value is not None], key=lambda pair: pair[0])
-        return [info for _, info in ranked[: self.count]] + [info for value, info in values if value is None]
+        found = enumerate(self.value(metrics.get(info.tag, {})) for info in tags)
+        measured = {place: sign * value for place, value in found if value is not None}
+        best = sorted(measured, key=lambda place: (measured[place], -place))[: self.count]
+        before = min(measured) if len(measured) >= self.count else len(tags)
+        return [tags[place] for place in (*best, *(place for place in range(before) if place not in measured))]
 
     def value(self, metrics: Metrics) -> float | None:
         """Return the metric of a tag; None if it is absent or not finite."""

@@ -115,14 +115,16 @@ def test_every_so_many_steps_one_is_kept() -> None:
 
 
 def test_the_best_are_kept() -> None:
-    """The lowest, or the highest; tags without the metric, or with NaN, stay too: how good they are is not known."""
+    """The lowest, or the highest. How good a tag without the metric, or with NaN, is, is not known: it stays until so
+    many have it, and one that is older than these for good."""
     tags = listing("a", "b", "c", "d", "e", "f")
     metrics: dict[str, Metrics] = {
         "a": {"loss": 3.0}, "b": {"loss": None}, "c": {"loss": 1.0}, "d": {"other": 0.0}, "e": {"loss": 2.0}
     }  # fmt: skip
-    assert ["b", "c", "d", "e", "f"] == kept(tags, Best("loss", 2), metrics=metrics)
-    assert ["a", "b", "d", "f"] == kept(tags, Best("loss", mode="max"), metrics=metrics)
+    assert ["c", "e", "f"] == kept(tags, Best("loss", 2), metrics=metrics)
+    assert ["a", "f"] == kept(tags, Best("loss", mode="max"), metrics=metrics)
     assert ["a", "b", "c", "d", "e", "f"] == kept(tags, Best("loss", 4), metrics=metrics)
+    assert ["1", "3", "5"] == kept(listing(*"12345"), Best("x"), metrics={"2": {"x": 2.0}, "3": {"x": 1.0}})
     assert ["a", "b", "c", "d", "e", "f"] == kept(tags, Best("los"), metrics=metrics)
     assert [] == unknown_metrics([Best("loss"), Last(1)], metrics)
     [sentence] = unknown_metrics([Best("los"), Best("other")], metrics)
