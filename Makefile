@@ -58,7 +58,7 @@ test-xla: $(XLA_READY)
 	$(VENV)/bin/python -m pytest -m "not soak and (xla or not once)" $$($(OF_XLA)) $(PYTEST_ARGS)
 
 test-plain: $(PLAIN_READY)
-	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 4 --dist loadfile $(PYTEST_ARGS)
+	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The tests marked `plain` on other interpreters; no part of `make test`. Each gets an environment of 1 to 6 GB.
 test-pythons:

@@ -153,17 +153,6 @@ def test_state_of_the_optimizer_is_packed_alike(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(list(model.parameters())), fresh["h.0.qkv"])
 
 
-def test_parts_in_different_param_groups_are_refused(tmp_path: Path) -> None:
-    """One tensor cannot have two learning rates."""
-    save_checkpoint(tmp_path / "run", "step_1", *trained(packed_state(), groups=3))
-    attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
-    source = write_config(tmp_path / "config", CONFIG)
-    with pytest.raises(IncompatibleState, match=r"h\.0\.qkv is one tensor .* h\.0\.k, are in different param groups"):
-        convert(
-            tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=source, mapping=attention, optimizer=True
-        )
-
-
 def trained_in_part(state: State, steps: tuple[int, int, int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A live model of one rank, whose q, k and v had so many gradients."""
     model = live(whole_attention(state))
@@ -193,15 +182,21 @@ def test_a_part_that_never_had_a_gradient_has_moments_of_zeros(tmp_path: Path, s
     assert torch.equal(saved["h.0.qkv/exp_avg"], from_dcp(tmp_path / "dcp")["optim.state.h.0.qkv.exp_avg"])
 
 
-def test_parts_of_different_numbers_of_steps_are_refused(tmp_path: Path) -> None:
-    """The one tensor has a single number."""
-    save_checkpoint(tmp_path / "run", "step_2", *trained_in_part(packed_state(), (2, 1, 2)))
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (lambda: trained(packed_state(), groups=3), r"h\.0\.qkv is one tensor .* h\.0\.k, are in different param g"),
+        (lambda: trained_in_part(packed_state(), (2, 1, 2)), r"h\.0\.k, .* have made different numbers of steps"),
+    ],
+    ids=["param groups", "steps"],
+)
+def test_parts_that_differ_are_refused(tmp_path: Path, job: Callable[[], Any], message: str) -> None:
+    """One tensor cannot have two learning rates, nor two numbers of steps."""
+    save_checkpoint(tmp_path / "run", "step_1", *job())
     attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
-    source = write_config(tmp_path / "config", CONFIG)
-    with pytest.raises(IncompatibleState, match=r"h\.0\.k, .* have made different numbers of steps"):
-        convert(
-            tmp_path / "run" / "step_2", tmp_path / "out", to="hf", config=source, mapping=attention, optimizer=True
-        )
+    options: dict[str, Any] = {"config": write_config(tmp_path / "config", CONFIG), "mapping": attention}
+    with pytest.raises(IncompatibleState, match=message):
+        convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", optimizer=True, **options)
 
 
 def test_what_alternates_goes_to_every_form(tmp_path: Path) -> None:

@@ -100,22 +100,21 @@ def test_weights_that_were_left_out_come_from_master_weights(golden: Path, sizes
         check(model, live)
 
 
-def test_ranks_that_should_be_equal_and_are_not(golden: Path) -> None:
-    """The norms of this configuration differ between tensor-parallel ranks: on other tp, none of them is taken."""
-    model = GoldenModel(saved(golden, "h_tp2_pp2_zero1_xser"))
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("h_tp2_pp2_zero1_xser", errors.TopologyMismatch, r"norm.*expected to be equal on all ranks.*partitions="),
+        ("i_dp4_ep2_zero1_pt", errors.IncompatibleState, r"moe.*partitions="),
+    ],
+    ids=["norms that differ", "experts without marks"],
+)
+def test_what_the_tag_does_not_tell_is_refused(golden: Path, name: str, error: type[Exception], message: str) -> None:
+    """Norms that differ between tensor-parallel ranks: on other tp, none of them is taken. Experts that NxD did not
+    mark, as it had no expert parallelism: ``partitions=`` has to tell."""
+    model = GoldenModel(saved(golden, name))
     live = Live(model, Topology())
     before = {key: value.clone() for key, value in live.stage.state_dict().items()}
-    with pytest.raises(errors.TopologyMismatch, match=r"norm.*expected to be equal on all ranks.*partitions="):
-        live.load(model, saved_param_names=model.saved_names)
-    assert None is difference(before, dict(live.stage.state_dict()))
-
-
-def test_experts_that_are_not_marked(golden: Path) -> None:
-    """Without expert parallelism NxD does not mark experts: where the tag does not tell, ``partitions=`` has to."""
-    model = GoldenModel(saved(golden, "i_dp4_ep2_zero1_pt"))
-    live = Live(model, Topology())
-    before = {key: value.clone() for key, value in live.stage.state_dict().items()}
-    with pytest.raises(errors.IncompatibleState, match=r"moe.*partitions="):
+    with pytest.raises(error, match=message):
         live.load(model, saved_param_names=model.saved_names)
     assert None is difference(before, dict(live.stage.state_dict()))
 
