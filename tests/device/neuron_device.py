@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -23,14 +24,17 @@ def can_be_built() -> bool:
 
 
 def built(cache: Path) -> Path:
-    """The library, from the directory ``cache`` if it was built there before. Building takes ten seconds."""
+    """The library, from the directory ``cache`` if it was built there before. Building takes ten seconds, so another
+    process that wants it meanwhile waits."""
     made_of = SOURCE.read_bytes() + f"{torch.__version__} {torch.__file__}".encode()
     library = cache / f"device-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=cache) as directory:
-            unfinished = Path(directory) / library.name
-            _compile(unfinished)
-            os.replace(unfinished, library)
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as directory:
+                unfinished = Path(directory) / library.name
+                _compile(unfinished)
+                os.replace(unfinished, library)
     return library
 
 
