@@ -243,8 +243,11 @@ class Checkpointer(ClosesUnheld):
                     logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
                 return default
         loaded = self.load_objects(None, objects, options, lasting=True)
-        if user_content is not None and isinstance(loaded.user_content, Mapping):
-            user_content.update(loaded.user_content)
+        content = loaded.user_content
+        if user_content is not None and isinstance(content, Mapping):
+            user_content.update(content)
+        elif user_content is not None and content is not None:
+            logger.warning("user_content= fills a dict, but a %s was saved: load() returns it", type(content).__name__)
         return loaded.step
 
     def load_objects(self, tag: Tag | None, objects: Any, options: Any, *, lasting: bool) -> Loaded:

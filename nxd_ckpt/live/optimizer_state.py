@@ -293,7 +293,7 @@ def check_state(
     ``any_shape``: entries may have other shapes than their parameters, named or not.
 
     Raises OptimizerMismatch for unknown indices, ShapeMismatch and DtypeMismatch for entries that do not fit,
-    UnsupportedState for those whose memory was freed.
+    UnsupportedState for live ones that cannot take a value, as their memory was freed.
     """
     for index, entries in saved.items():
         if isinstance(index, str):
@@ -307,7 +307,7 @@ def check_state(
         for entry, value in entries.items():
             own = live.get(slot.key, {}).get(entry)
             if isinstance(own, torch.Tensor):
-                refuse_short(slot.global_name(entry), own)
+                refuse_unsupported(slot.global_name(entry), own)
             if entry != STEP and is_tensor(value) and not is_rows(entry):
                 check_form(slot, entry, value, own, any_shape=any_shape)
 

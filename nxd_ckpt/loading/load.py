@@ -71,11 +71,12 @@ def load(storages: Sequence[Storage], tag: Tag | None, request: LoadRequest) -> 
     ``storages`` are the places that may have the tag, the nearest first. See `Checkpointer.load`.
     """
     agreement = request.agreement
-    requests = agreement.gather([tag, filter_summary(request.options)])
+    requests = agreement.gather([tag, filter_summary(request.options), request.asked()])
     values = request.options.tag_values
 
     def agreed() -> Tag | None:
-        common = _common_tag(requests or [[tag, {}]])
+        common = _common_tag(requests or [])
+        _warn_of_ranks_that_ask_for_less([asked for _, _, asked in requests or ()])
         return common if values is None else narrowed(common, values)
 
     agreed_tag: Tag | None = decided_by_rank0(agreement, agreed)
@@ -205,8 +206,7 @@ def _checkpoint_at(
     except CheckpointNotFound as error:
         if retries.unfit:
             raise CorruptCheckpoint(
-                f"{storages[0].url}: no complete tag is undamaged. {retries.skipped}; restore one from a "
-                "copy"
+                f"{storages[0].url}: no complete tag is undamaged. {retries.skipped}; restore one from a copy"
             ) from error
         inside, key = around(storages[0], tag, request.place)
         found = find_by_path(inside, key)
@@ -246,8 +246,8 @@ def _require_same(agreement: Agreement, identity: str) -> None:
 
 def _common_tag(requests: Sequence[Sequence[Any]]) -> Tag | None:
     """Return the tag that every rank asked for, with the same filters. Raises RanksDisagree."""
-    first, filters = requests[0]
-    for rank, (tag, its_filters) in enumerate(requests):
+    first, filters, _ = requests[0]
+    for rank, (tag, its_filters, _) in enumerate(requests):
         if tag != first:
             raise RanksDisagree(f"rank 0 loads tag {first!r}, rank {rank} {tag!r}; all ranks must load the same")
         for name in sorted({*filters, *its_filters}):
@@ -257,3 +257,16 @@ def _common_tag(requests: Sequence[Sequence[Any]]) -> Tag | None:
                     "all ranks must filter alike"
                 )
     return cast("Tag | None", first)
+
+
+def _warn_of_ranks_that_ask_for_less(asked: Sequence[Sequence[str]]) -> None:
+    """Warn of parts that some ranks load and others do not: these keep what they have."""
+    for part in dict.fromkeys(part for parts in asked for part in parts):
+        left = [rank for rank, parts in enumerate(asked) if part not in parts]
+        if left:
+            logger.warning(
+                "the load of %s=: nothing was passed on rank %d, and an object on others. Pass it on all ranks, "
+                "unless your program sends it to the others afterwards",
+                part,
+                left[0],
+            )

@@ -134,6 +134,10 @@ class LoadRequest:
     place: Place | None = None
     touched: list[str] = field(default_factory=list, compare=False)
 
+    def asked(self) -> list[str]:
+        """Return the names of the parts that this rank loads."""
+        return [part for part in ("model", "optimizer", "scheduler", "state") if getattr(self, part) is not None]
+
     def settled(self) -> LoadRequest:
         """Return the request with the objects of ``state`` as models, optimizers, and in place of the scheduler.
 

@@ -25,7 +25,7 @@ from nxd_ckpt.formats.memory import TENSORS
 from nxd_ckpt.formats.tensors import TensorReference
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.ignoring import RANDOM_STATE
-from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states
+from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states, state_of
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.surroundings import as_called
@@ -111,7 +111,7 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
                 "or leave them out with ignore_keys='scheduler'"
             )
         return
-    counts = [len(state) if isinstance(state, (list, tuple)) else None for state in (live, saved)]
+    counts = [len(state) if isinstance(state, (list, tuple)) else None for state in (state_of(live), saved)]
     if live is not None and counts[0] != counts[1]:
         forms = ["one scheduler" if count is None else f"a list of {count}" for count in counts]
         raise IncompatibleState(f"scheduler: {where} holds {forms[1]}, the live one is {forms[0]}; pass the same form")
@@ -119,6 +119,12 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
 
 _TORCHS = ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
 """Modules whose ``load_state_dict`` does no more than to take the state."""
+
+_OPTIONS = (
+    *("step_size", "milestones", "gamma", "factor", "start_factor", "end_factor", "total_iters", "power", "T_max"),
+    *("eta_min", "T_0", "total_steps", "max_lrs", "patience", "anneal_epochs", "lr_lambdas", "_milestones"),
+)
+"""Options of torch's schedulers in their states, by which their classes are told apart."""
 
 _KINDS: dict[str, Any] = {
     "a tensor": (*TENSORS, TensorReference),
@@ -162,6 +168,7 @@ def require_taken(live: Any, saved: Any, where: str, refused: type[CheckpointErr
         for one, state in zip(live, saved, strict=True):
             require_taken(one, state, where, refused)
     elif getattr(getattr(type(live), "load_state_dict", None), "__module__", None) in _TORCHS:
+        _check_class(live, saved, where, refused)
         attributes, before = dict(vars(live)), deepcopy(live.state_dict())
         try:
             live.load_state_dict(deepcopy(saved))
@@ -178,6 +185,23 @@ def require_taken(live: Any, saved: Any, where: str, refused: type[CheckpointErr
             vars(live).update(attributes)
     elif isinstance(live, dict) and not isinstance(saved, (Mapping, NoneType)):
         raise refused(f"scheduler: {where} holds {shown(saved)}, expected a dict")
+
+
+def _check_class(live: Any, saved: Any, where: str, refused: type[CheckpointError]) -> None:
+    """Raise ``refused`` if the options of one of torch's schedulers, or of those inside it, were not saved."""
+    if not isinstance(saved, Mapping):
+        return
+    expected, found = ([option for option in _OPTIONS if option in state] for state in (live.state_dict(), saved))
+    inner, inside = getattr(live, "_schedulers", []), saved.get("_schedulers")
+    states = inside if isinstance(inside, list) else []
+    if (expected, len(inner)) != (found, len(states)):
+        raise refused(
+            f"scheduler: the live {type(live).__name__} does not take the state in {where}: it has "
+            f"{listed(expected, ())} and {len(inner)} schedulers inside, that of the save {listed(found, ())} and "
+            f"{len(states)}. Pass one of the class that was saved, or leave it out with scheduler=None"
+        )
+    for one, state in zip(inner, states, strict=True):
+        _check_class(one, state, where, refused)
 
 
 def keeps_rates(live: Any) -> bool:

@@ -179,20 +179,21 @@ def _without_ignored(
     if model is not None and state.model is not None:
         model.require_loadable(state.model.tree)
     refuse_fake_mode()
-    _refuse_short(state)
+    _refuse_valueless(state)
     return state
 
 
-def _refuse_short(state: SaveState) -> None:
-    """Raise UnsupportedState for a tensor whose memory was freed; the model's were looked at when it was captured."""
+def _refuse_valueless(state: SaveState) -> None:
+    """Raise UnsupportedState for a tensor without memory of its own that capturing model and optimizer did not see."""
     if state.optimizer is not None:
         for path, tensor in iter_tensors(state.optimizer.tree, torch.Tensor):
             if is_short(tensor) or is_shards(tensor):  # its name takes longer than the look
                 refuse_unsupported(state.optimizer.tensors[path].name, tensor)
-    for part in ("scheduler", "user_content", "rank_content"):
-        for path, tensor in iter_tensors(getattr(state, part), torch.Tensor):
-            if is_short(tensor) or is_shards(tensor):
-                refuse_unsupported("/".join(map(str, (part, *path))), tensor)
+    model = {} if state.model is None else state.model.tree
+    contents = {part: getattr(state, part) for part in ("scheduler", "user_content", "rank_content")}
+    contents["model"] = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
+    for path, tensor in iter_tensors(contents, torch.Tensor):
+        refuse_unsupported("/".join(map(str, path)), tensor)
 
 
 def _check_values(state: SaveState) -> None:

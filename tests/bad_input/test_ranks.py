@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import logging.handlers
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,3 +184,23 @@ def own_content(rank: int, directory: str) -> dict[str, Any]:
 def test_a_key_that_one_rank_alone_has(pair: RankPool, tmp_path: Path) -> None:
     """A glob for it matches something, though the ranks that speak for others have nothing for it."""
     assert [{"of0": 1}, {}] == pair.run(own_content, str(tmp_path / "ckpt"))
+
+
+def asking(rank: int, directory: str) -> list[str]:
+    """Load the model on rank 0 alone; return what is warned of."""
+    model = {"w": torch.ones(1)}
+    save_checkpoint(directory, "one", model, durable=False)
+    close_checkpointers()
+    handler = logging.handlers.BufferingHandler(9)
+    logging.getLogger("nxd_ckpt").addHandler(handler)
+    try:
+        load_checkpoint(directory, "one", model if rank == 0 else None)
+    finally:
+        logging.getLogger("nxd_ckpt").removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer if record.levelno == logging.WARNING]
+
+
+def test_a_rank_that_asks_for_less_is_named(pair: RankPool, tmp_path: Path) -> None:
+    """It would go on with what it had, while the others resume."""
+    (warning,), others = pair.run(asking, str(tmp_path / "ckpt"))
+    assert ("the load of model=: nothing was passed on rank 1" in warning, others) == (True, [])

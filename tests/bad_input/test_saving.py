@@ -68,6 +68,16 @@ def test_a_tag_must_be_a_plain_visible_name(tmp_path: Path, tag: Any) -> None:
         ({"optimizer": "adam"}, errors.InvalidArgument, r"optimizer= must be.*str"),
         ({"model": {"a": torch.ones(2, device="meta")}}, errors.UnsupportedState, r"model/a.*meta.*give it values"),
         ({"model": {"a": torch.eye(2).to_sparse()}}, errors.UnsupportedState, r"model/a.*sparse.*densify"),
+        *(
+            (content, errors.UnsupportedState, rf"^{name} .*(meta|qint8)")
+            for tensor in (torch.ones(2, device="meta"), torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+            for name, content in {
+                "model/a/b": {"model": {"a": {"b": tensor}}},
+                "scheduler/at/0": {"scheduler": {"at": [tensor]}},
+                "user_content/at": {"user_content": {"at": tensor}},
+                "rank_content/at": {"rank_content": {"at": tensor}},
+            }.items()
+        ),
         (
             {"user_content": {"at": Settings()}},
             errors.UnsafePickle,

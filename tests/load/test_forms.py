@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from nxd_ckpt import close_checkpointers, load_checkpoint, save_checkpoint
-from nxd_ckpt.errors import CheckpointError, IncompatibleState, MalformedFile
+from nxd_ckpt.errors import CheckpointError, IncompatibleState, MalformedFile, UnsupportedState
 from nxd_ckpt.verify import verify_checkpoint
 from tests.tag.equality import difference
 
@@ -102,6 +103,96 @@ def test_a_scheduler_of_another_class_is_refused_before_anything_changes(tmp_pat
         model.weight.fill_(7.0)
     with pytest.raises(IncompatibleState, match="the live LambdaLR does not take the state"):
         load_checkpoint(tmp_path, "t", model, optimizer, scheduler)
+    assert bool((model.weight == 7.0).all())
+    close_checkpointers()
+
+
+rates = torch.optim.lr_scheduler
+
+
+def _in_turn(*makers: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda optimizer: rates.SequentialLR(
+        optimizer, [make(optimizer) for make in makers], [2, 4][1 - len(makers) :]
+    )
+
+
+def _step(optimizer: Any) -> Any:
+    return rates.StepLR(optimizer, 3)
+
+
+def _decay(optimizer: Any) -> Any:
+    return rates.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "match"),
+    [
+        (
+            rates.PolynomialLR,
+            lambda one: rates.MultiStepLR(one, [2]),
+            "the live MultiStepLR.*it has 'milestones', 'gamma' .*save 'total_iters', 'power'",
+        ),
+        (_step, _decay, "the live ExponentialLR .*it has 'gamma' .*save 'step_size', 'gamma'"),
+        (_decay, _step, "the live StepLR .*it has 'step_size', 'gamma' .*save 'gamma'"),
+        (
+            _in_turn(_step, _decay),
+            _in_turn(_step, rates.LinearLR),
+            "the live LinearLR .*it has 'start_factor'.*save 'gamma'",
+        ),
+        (
+            _in_turn(_step, _decay),
+            _in_turn(_step, _decay, _decay),
+            "the live SequentialLR .*3 schedulers inside.* and 2",
+        ),
+    ],
+)
+def test_a_scheduler_with_other_options_is_refused(tmp_path: Path, saved: Any, other: Any, match: str) -> None:
+    """torch's would take the state, and go on by the options that it was made with."""
+    model, optimizer, _ = live()
+    save_checkpoint(tmp_path, "t", model, optimizer, saved(optimizer))
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    scheduler = other(optimizer)
+    before = deepcopy(scheduler.state_dict())
+    with pytest.raises(IncompatibleState, match=match):
+        load_checkpoint(tmp_path, "t", model, optimizer, scheduler)
+    assert None is difference(before, scheduler.state_dict())
+    assert bool((model.weight == 7.0).all())
+    load_checkpoint(tmp_path, "t", model, optimizer, saved(optimizer))
+    close_checkpointers()
+
+
+def test_a_scheduler_whose_state_is_a_tuple_comes_back(tmp_path: Path) -> None:
+    """It was taken for a list of schedulers, and a load refused what a save had taken."""
+
+    class Own:
+        count = 3
+
+        def state_dict(self) -> tuple[int]:
+            return (self.count,)
+
+        def load_state_dict(self, state: tuple[int]) -> None:
+            (self.count,) = state
+
+    model, optimizer, _ = live()
+    saved, scheduler = Own(), Own()
+    saved.count = 5
+    save_checkpoint(tmp_path, "t", model, optimizer, saved)
+    load_checkpoint(tmp_path, "t", model, optimizer, scheduler)
+    assert 5 == scheduler.count
+    close_checkpointers()
+
+
+def test_live_state_without_memory_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """State of an optimizer on the meta device can take no value."""
+    model, optimizer, _ = live()
+    save_checkpoint(tmp_path, "t", model, optimizer)
+    state = optimizer.state[model.weight]
+    state["exp_avg"] = state["exp_avg"].to("meta")
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    with pytest.raises(UnsupportedState, match="optim/weight/exp_avg is on the meta device"):
+        load_checkpoint(tmp_path, "t", model, optimizer)
     assert bool((model.weight == 7.0).all())
     close_checkpointers()
 

@@ -195,6 +195,16 @@ def test_a_run_goes_on_at_its_step(tmp_path: Path, tag: Any, content: Any, expec
         assert (state(2), content or {}) == (model, filled)
 
 
+def test_user_content_that_is_no_dict_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot fill the dict: a warning says how to get it."""
+    with Checkpointer(tmp_path) as saver:
+        saver.save(1, state(1), user_content=[1, 2])
+        filled: dict[str, Any] = {}
+        assert 1 == saver.load_latest(state(0), user_content=filled)
+    assert {} == filled
+    assert "user_content= fills a dict, but a list was saved" in caplog.text
+
+
 def test_the_step_is_that_of_the_tag_that_was_loaded(tmp_path: Path) -> None:
     """Though a later one was there, which is damaged."""
     with Checkpointer(tmp_path) as saver:
