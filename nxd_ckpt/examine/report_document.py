@@ -72,10 +72,9 @@ def report_document(
 
     def counted(tag: OpenTag) -> StatisticsByName:
         from nxd_ckpt.checkpoint import checkpoint_of
-        from nxd_ckpt.examine.statistics import checkpoint_statistics
+        from nxd_ckpt.examine.statistics import count_anew
 
-        checkpoint = checkpoint_of(tag, directory, options)
-        return checkpoint_statistics(checkpoint, cache=cache, progress=progress).tensors
+        return count_anew(checkpoint_of(tag, directory, options), cache, progress).tensors
 
     def examined(tag: OpenTag, before: OpenTag | None) -> Sequence[Finding]:
         from nxd_ckpt.checkpoint import checkpoint_of
@@ -222,8 +221,8 @@ def _statistics(
     latest = list(opened)[max(0, len(opened) - count) :]
     is_found = count == 0
     for tag, open_tag in reversed(list(opened.items())):
-        is_latest = tag in latest  # then the count looks at what is stored again, and warns
-        stored = read_statistics(open_tag, warns=not is_latest) if cache or not is_latest else None
+        is_latest = tag in latest
+        stored = read_statistics(open_tag) if cache or not is_latest else None
         if is_latest:
             open_tag.require_unchanged()
         if stored is not None:

@@ -64,16 +64,22 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
         TagReplaced: it was removed, or saved again, since it was opened.
     """
     opened = checkpoint.opened
-    cache = cache and checkpoint.as_recorded and keeps_statistics(opened)
     with opened.guarded():
-        cached = read_statistics(opened) if cache else None
-        if cached is not None:
-            return Statistics(MappingProxyType(cached), {}, cached=True)
+        cached = read_statistics(opened) if cache and checkpoint.as_recorded else None
+    if cached is not None:
+        return Statistics(MappingProxyType(cached), {}, cached=True)
+    return count_anew(checkpoint, cache, progress)
+
+
+def count_anew(checkpoint: Checkpoint, cache: bool, progress: bool) -> Statistics:
+    """Count as `checkpoint_statistics` does, whatever is stored."""
+    opened = checkpoint.opened
+    with opened.guarded():
         problems: dict[str, str] = {}
         leaves = leaves_of(checkpoint.whole, problems)
         statistics = count_leaves(checkpoint.whole, leaves, "statistics", progress)
         opened.require_unchanged()
-    if cache and not problems:
+    if cache and checkpoint.as_recorded and keeps_statistics(opened) and not problems:
         write_statistics(opened, statistics)
     return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
 

@@ -39,10 +39,10 @@ def not_finite(statistics: StatisticsByName) -> list[str]:
     return [name for name, counts in statistics.items() if counts.nans + counts.infs]
 
 
-def read_statistics(opened: OpenTag, *, warns: bool = True) -> StatisticsByName | None:
+def read_statistics(opened: OpenTag) -> StatisticsByName | None:
     """Return the statistics of this very save by tensor name, which an earlier count stored; None if there are none.
 
-    Anyone may have written there: its content is used as far as it is plausible; if it ``warns``, it tells of others.
+    Anyone may have written there: its content is used as far as it is plausible.
     """
     if not keeps_statistics(opened):
         return None
@@ -51,8 +51,7 @@ def read_statistics(opened: OpenTag, *, warns: bool = True) -> StatisticsByName 
     except FileNotFoundError:
         pass
     except MalformedFile as error:
-        level = logging.WARNING if warns else logging.DEBUG
-        logger.log(level, "%s: stored statistics are not used, its tensors are read: %s", opened.where, error)
+        logger.warning("%s: stored statistics are not used, its tensors are read: %s", opened.where, error)
     except (OSError, CheckpointError) as error:
         logger.debug("statistics of %s are not used: %s", opened.where, error)
     return None

@@ -23,8 +23,9 @@ from nxd_ckpt import Topology, save_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
-from nxd_ckpt.examine import report_document
+from nxd_ckpt.examine import report_document, stored_statistics
 from nxd_ckpt.tag import listing
+from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.order import mark_of
 from tests.examine.mutants import not_a_number, rank_a_step_behind
 from tests.examine.runs import Run, ranks_of, save_ranks
@@ -404,6 +405,23 @@ def test_what_a_converter_wrote_is_shown(
     caplog.clear()
     assert 0 == main(["report", str(tmp_path / "v"), "--json"])
     assert 1 == sum("its tensors are read" in record.message for record in caplog.records)
+
+
+def test_what_is_stored_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tag, also where nothing is stored yet."""
+    for tag in ("a", "b"):
+        save_checkpoint(tmp_path, tag, STATE)
+    read, looked = stored_statistics._read_file, list[str]()
+
+    def look(opened: OpenTag) -> Any:
+        looked.append(opened.tag)
+        return read(opened)
+
+    monkeypatch.setattr(stored_statistics, "_read_file", look)
+    for _ in range(2):
+        looked.clear()
+        assert 0 == main(["report", str(tmp_path), "--json"])
+        assert ["b", "a"] == looked
 
 
 @pytest.mark.parametrize("command", [["report", "--json"], ["watch", "--once"], ["doctor"], ["list"], ["verify"]])
