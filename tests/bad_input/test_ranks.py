@@ -204,3 +204,21 @@ def test_a_rank_that_asks_for_less_is_named(pair: RankPool, tmp_path: Path) -> N
     """It would go on with what it had, while the others resume."""
     (warning,), others = pair.run(asking, str(tmp_path / "ckpt"))
     assert ("the load of model=: nothing was passed on rank 1" in warning, others) == (True, [])
+
+
+def saving_a_part(rank: int, directory: str) -> str:
+    """Save a replica whose optimizer has no state yet, on rank 1 of half of the parameters."""
+    model = torch.nn.Linear(2, 2)
+    parameters = [*model.parameters()]
+    try:
+        save_checkpoint(directory, "a", model, torch.optim.SGD(parameters[rank:], lr=0.1))
+    except CheckpointError as error:
+        return type(error).__name__
+    finally:
+        close_checkpointers()
+    return "saved"
+
+
+def test_replicas_with_optimizers_of_other_parameters_are_refused(pair: RankPool, tmp_path: Path) -> None:
+    """Nothing would load what was saved of them: the groups of rank 0 alone are in a tag."""
+    assert ["RanksDisagree"] * 2 == pair.run(saving_a_part, str(tmp_path))
