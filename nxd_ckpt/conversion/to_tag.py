@@ -74,7 +74,7 @@ def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptio
         optimizer=_kind(saved, source.is_tag, chosen),
         use_xser=(saved.use_xser and source.is_tag) if chosen.use_xser is None else chosen.use_xser,
         model=not (keeps_model or chosen.optim_only),
-        partitions=checked_facts(opened, chosen.partitions, chosen.saved_param_names, cuts_change=recuts),
+        partitions=checked_facts(opened, _cuts(opened, chosen), chosen.saved_param_names, cuts_change=recuts),
         stages=chosen.stages,
         saved_names=chosen.saved_param_names,
     )
@@ -86,10 +86,10 @@ def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptio
     if chosen.optim_only:
         alone = Parts(optimizer=parts.optimizer, use_xser=parts.use_xser, master_weights=parts.master_weights)
         return Job(source, target, what, alone).of(opened, chosen)
+    if process == 0:
+        _warn_if_nothing_is_cut(opened, what)
     positions = dict[Any, Position]()
     if source.is_tag:
-        if process == 0:
-            _warn_if_nothing_is_cut(opened, what)
         positions = _positions_for(what.topology, opened, process)
         has_content = bool(positions) or (saved.rank_content and what.topology == opened.topology)
         parts = replace(parts, rank_content=has_content)
@@ -97,6 +97,18 @@ def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptio
     left_out = source.left_out(saved, parts, in_tag=True)
     rest = ("rank content, except data positions",) if positions else ()
     return replace(job, left_out=(*left_out, *rest)).of(opened, chosen)
+
+
+def _cuts(opened: OpenTag, chosen: ConvertOptions) -> Mapping[str, Partition]:
+    """Return the caller's cuts as those of the source: one rank holds as a whole what the result's ranks will cut."""
+    cuts = chosen.partitions or {}
+    if opened.topology.tp > 1:
+        return cuts
+    parts = (chosen.tp, None)
+    return {
+        name: replace(cut, num_partitions=1) if (cut.num_partitions, cut.rank_ordering) == parts else cut
+        for name, cut in cuts.items()
+    }
 
 
 def _positions_for(topology: Topology, opened: OpenTag, process: int) -> dict[Any, Position]:

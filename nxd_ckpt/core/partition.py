@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from json import dumps
 from typing import Any
 
 from nxd_ckpt.core.box import Box
@@ -189,6 +190,10 @@ class Partition(Options):
                 "partition: fused needs partition_dim, and no partition_stride, num_partitions or rank_ordering: each "
                 "section has its own"
             )
+
+    def __str__(self) -> str:
+        """As a caller writes it in JSON."""
+        return dumps(self.to_json())
 
     @property
     def replicated_over_tp(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
@@ -343,7 +343,7 @@ class MappedTag:
         dtype, shape = form
         tp = self._opened.topology.tp
         whole = self._whole(match, shape, tp)
-        # If every rank holds the whole vocabulary, it was never cut.
+        # If every rank holds the whole tensor, it was never cut.
         partition = partition_of(match, whole, self.sizes, 1 if whole == shape else tp)
         source = NxdTensor(match, self._model.stages[match.name][0], dtype, shape, whole, partition)
         if self._prefers_masters and self._recorded.has_master(match.name):
@@ -353,13 +353,29 @@ class MappedTag:
 
     def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
         rule, shape = match.rule, list(local)
-        if rule.dim is not None and rule.dim < len(shape):
+        if rule.dim is not None and rule.dim < len(shape) and not self._is_recorded_as_whole(match, local):
             rows = rule.members[0].rows
             if rows is None or shape[rule.dim] < self.sizes.get(rows):
                 shape[rule.dim] *= tp
         if rule.stacked is not None and shape:
             shape[0] *= self._opened.topology.ep
         return tuple(shape)
+
+    def _is_recorded_as_whole(self, match: Match, local: tuple[int, ...]) -> bool:
+        """Return whether the tag records that each rank holds the whole tensor, and config.json has that shape too.
+
+        The record alone is no proof: of a tensor whose attributes got lost, ranks may hold equal parts.
+        """
+        recorded = self._recorded.context.recorded.get(match.name)
+        if recorded is None or recorded.partition != Partition():
+            return False
+        try:
+            slices = hf_slices(match, local, self.sizes)
+            forms = [(hf_slice.name, hf_slice.shape) for hf_slice in slices]
+            self._mapping.refuse_shapes(match.rule, forms, self.sizes, self._opened.where)
+        except ShapeMismatch:
+            return False
+        return True
 
     @cached_property
     def _tied(self) -> dict[str, HfTensor]:

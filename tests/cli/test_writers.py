@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,50 @@ def test_more_tensor_parallel_ranks_for_what_nothing_cuts(run: Run, tmp_path: Pa
     assert is_cut != ("each of the 3 will hold the whole model" in outcome.err)
     assert is_cut != ("pass --partitions" in outcome.err)
     assert [2 if is_cut else 6] == list(open_checkpoint(tmp_path, "out").model_state(rank=2)["w"].shape)
+
+
+@pytest.mark.parametrize("source", ["hf", "dcp", "plain.pt"])
+def test_whole_copies_of_what_another_program_saved(run: Run, models: Path, tmp_path: Path, source: str) -> None:
+    """As of a tag, it is said that nothing was cut."""
+    if source == "plain.pt":
+        torch.save({"w": torch.arange(6.0)}, tmp_path / source)
+    place = tmp_path if source == "plain.pt" else models
+
+    outcome = run("convert", "--to", "tag", "--names", "own", place / source, tmp_path / "out", "--tp", "2")
+
+    assert (0, True) == (outcome.code, "each of the 2 will hold the whole model" in outcome.err)
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_whole_copies_are_exported_as_one(run: Run, models: Path, tmp_path: Path, form: str) -> None:
+    """The tag records that its ranks hold whole tensors, and so does the export."""
+    assert 0 == run("convert", models / "hf", tmp_path / "copies", "--to", "tag", "--names", "own", "--tp", "2").code
+
+    names = ["--names", "hf"] if form == "dcp" else []
+    config = models / "hf" / "config.json"
+    assert 0 == run("convert", tmp_path / "copies", tmp_path / "out", "--to", form, *names, "--config", config).code
+
+    assert 0 == run("diff", tmp_path / "out", models / "hf").code
+
+
+@pytest.mark.parametrize("parts", [{}, {"num_partitions": 2}], ids=["", "num_partitions"])
+def test_cuts_of_what_another_program_saved(run: Run, tmp_path: Path, parts: dict[str, int]) -> None:
+    """As the help shows them: into as many parts as the tag has tensor-parallel ranks, whether that is said or not."""
+    torch.save({"w": torch.arange(6.0)}, tmp_path / "plain.pt")
+    (tmp_path / "cuts.json").write_text(json.dumps({"w": {"partition_dim": 0, **parts}}))
+    words = ("convert", "--to", "tag", tmp_path / "plain.pt", tmp_path / "out", "--partitions", tmp_path / "cuts.json")
+
+    assert 0 == run(*words, "--tp", "2").code
+    assert [3.0, 4.0, 5.0] == open_checkpoint(tmp_path, "out").model_state(rank=1)["w"].tolist()
+
+
+def test_more_parts_than_ranks_are_refused(run: Run, tmp_path: Path) -> None:
+    """The error says how many there may be; its text is no repr."""
+    torch.save({"w": torch.arange(6.0)}, tmp_path / "plain.pt")
+    (tmp_path / "cuts.json").write_text('{"w": {"partition_dim": 0, "num_partitions": 2}}')
+
+    words = ("convert", "--to", "tag", tmp_path / "plain.pt", tmp_path / "out", "--partitions", tmp_path / "cuts.json")
+    outcome = run(*words, "--tp", "3")
+
+    assert (1, True) == (outcome.code, "w is cut into 2 partitions, but of 1 tensor-parallel ranks" in outcome.err)
+    assert "Partition(" not in outcome.err
