@@ -81,17 +81,19 @@ def _summary(documents: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    yield from (f"problem: {problem}" for problem in document["problems"])
-    problems = units.count(len(document["problems"]), "problem")
+    problems = document["problems"]
     where = "/".join(filter(None, (document["directory"], document["tag"])))
-    yield f"{where}: {'ok' if document['ok'] else problems}"
+    state = f"DAMAGED, {units.count(len(problems), 'problem')}" if problems else "ok"
+    yield f"{where}: {state}"
+    yield from (f"  problem: {problem}" for problem in problems)
     if not document["files"]:
         yield "  no file was read"
         return
     read = f"{units.count(document['files'], 'file')}, {size(document['nbytes'])}"
     verified = document["verified_nbytes"]
     if document["verified_by"] == "index":
-        yield f"  read {read}, and the index; {size(verified)} are what nxd_ckpt wrote, byte for byte"
+        only = "only " * bool(problems)
+        yield f"  read {read}, and the index; {only}{size(verified)} are what nxd_ckpt wrote, byte for byte"
         if guests := document["guests"]:
             others = units.count(len(guests), "file")
             yield f"  not read: {others} of others, which nxd_ckpt has no digest of: {first_of(guests)}"
@@ -169,7 +171,9 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
     for finding in document["findings"]:
         groups.setdefault((finding["severity"], finding["kind"]), []).append(finding)
     for (severity, kind), group in groups.items():
-        yield from (f"{severity}: {finding['what']}: {finding['message']}" for finding in group[:_SHOWN])
+        for finding in group[:_SHOWN]:
+            what = finding["what"]
+            yield f"{severity}: {what}: {finding['message'].removeprefix(f'{what}/')}"
         if len(group) > _SHOWN:
             more = first_of(finding["what"] for finding in group[_SHOWN:])
             yield f"{severity}: {units.count(len(group) - _SHOWN, 'more finding')} of {kind} (--json has all): {more}"
@@ -186,7 +190,10 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"  {step or 'steps are not counted'}; examined after {document['before']}{was}"
         if document["step"] is not None and document["step"] < (document["step_before"] or 0):
             yield "  (if the tags were named in the wrong order: as for diff, the earlier one is the first)"
-    yield f"  {units.count(document['tensors'], 'tensor')}, {size(document['nbytes'])} were read and verified"
+    if any(kind == "files" for _, kind in groups):
+        yield f"  no tensor was examined; nxd-ckpt verify {document['tag']} lists what is damaged"
+    else:
+        yield f"  {units.count(document['tensors'], 'tensor')}, {size(document['nbytes'])} were read and verified"
     if not document["as_recorded"]:
         yield "  (names and cuts that you passed are not checked: exchanged names of equal shapes go unnoticed)"
 

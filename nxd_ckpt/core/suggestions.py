@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 from nxd_ckpt.errors import ShapeMismatch
 
 _SHOWN = 8
+_LISTED = 16
+"""Keys of an option that an error lists, so that it can be copied. Nobody leaves more tensors out by name."""
 
 
 def listed(names: Iterable[str], others: Collection[str]) -> str:
@@ -66,6 +68,12 @@ def renaming_advice(missing: Collection[str], unexpected: Collection[str]) -> st
     return f"if these were renamed, pass key_mapping={{{shown}{more}}}"
 
 
+def left_out(names: Collection[str]) -> str:
+    """Return the options of a load that leave the optimizer's state of these parameters out."""
+    keys = f"ignore_keys={[f'optim/{name}' for name in names]}, or with "
+    return f"{keys if len(names) <= _SHOWN else ''}strict=False"
+
+
 def size_advice(name: str) -> str:
     """Return advice for the tensor of this global name, such as "model/up.weight", if it has another shape now."""
     own = name.partition("/")[2].partition("/")[0]
@@ -89,7 +97,11 @@ class ShapeProblems:
         """Raise the first ShapeMismatch, with the names of all."""
         errors = list(self._errors.values())
         if len(errors) > 1:
-            raise ShapeMismatch(f"{errors[0]}. {len(errors)} tensors have other shapes: {first_of(self._errors)}")
+            all_of_them = f". All are left out with ignore_keys={[f'*/{name}' for name in self._errors]}"
+            raise ShapeMismatch(
+                f"{errors[0]}. {len(errors)} tensors have other shapes: {first_of(self._errors)}"
+                f"{all_of_them if len(errors) <= _LISTED else ''}"
+            )
         if errors:
             raise errors[0]
 

@@ -96,8 +96,9 @@ class _Installation:
             self._set(names, name, f"{names['__name__']}.{name}", ours[id(original)])
         replaced = self._replaced[before:]
         _warn_of_unreachable(filter(isfunction, dict.fromkeys(one.original for one in replaced)))
-        later = [f"{name} (once it is imported)" for name in _OURS if name not in sys.modules]
-        return [one.place for one in replaced] + later if replaced or is_first else []
+        later = [f"{'the others' if replaced else 'all of them'} once they are imported"]
+        has_later = any(name not in sys.modules for name in _OURS)
+        return [one.place for one in replaced] + later * has_later if replaced or is_first else []
 
     def end(self) -> None:
         """Put back what was there, where it is still ours."""

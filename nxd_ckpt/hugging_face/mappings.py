@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -148,6 +148,24 @@ def shipped_mappings() -> dict[str, ModelMapping]:
     for name in documents:
         add(name)
     return dict(sorted(mappings.items()))
+
+
+def family_advice(missing: Collection[str], unexpected: Collection[str]) -> str | None:
+    """Return advice if the live model has the names of Hugging Face's layers and the checkpoint those of NxD's.
+
+    Or the reverse: ``missing`` are live names, ``unexpected`` saved ones. None if no shipped mapping has all of them.
+    """
+    for mapping in shipped_mappings().values() if missing and unexpected else ():
+        for own, others in ((unexpected, missing), (missing, unexpected)):
+            matches, unknown = mapping.split(own)
+            if matches and not unknown and all(map(mapping.has_tensor, others)):
+                saved = "NxD's" if own is unexpected else "Hugging Face's"
+                return (
+                    f"the names in the checkpoint are those of {saved} layers of a model of mapping {mapping.name!r}, "
+                    "the live ones are not: convert it first, with nxd-ckpt convert TAG OUT --to hf --config "
+                    "CONFIG_JSON, and load OUT"
+                )
+    return None
 
 
 def own_names(cuts: Mapping[str, int | None]) -> MappingSpec:

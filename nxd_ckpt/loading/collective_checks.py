@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
 from nxd_ckpt.core.filtering import unmatched
 from nxd_ckpt.core.renaming import NOT_LIVE
-from nxd_ckpt.core.suggestions import first_of, listed, prefix_advice, renaming_advice
+from nxd_ckpt.core.suggestions import first_of, left_out, listed, prefix_advice, renaming_advice
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, RanksDisagree
+from nxd_ckpt.hugging_face.mappings import family_advice
 from nxd_ckpt.live.ignoring import digest
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest
@@ -27,7 +28,6 @@ _LONG = 200
 """Characters of an option up to which ranks exchange it unabridged."""
 
 _LOOSE = "load with strict=False to take the names that both have"
-_LEFT = ", and leave those that are missing as they are"
 
 _NOTHING = ("None", "''", "[]", "{}")
 
@@ -163,13 +163,13 @@ def judge_model(request: LoadRequest, names: ComparedNames, where: str) -> tuple
     missing, unexpected, matches = _differences(request.agreement, names)
     if not (missing or unexpected):
         return (), ()
-    prefixed = prefix_advice(missing, unexpected, not matches)
+    prefixed = prefix_advice(missing, unexpected, not matches) or family_advice(missing, unexpected)
     advice = list(filter(None, [prefixed or renaming_advice(missing, unexpected)]))
     if request.options.strict_names:
         lines = ["the names in the checkpoint and in the model differ"]
         lines += [f"missing from the checkpoint: {listed(missing, unexpected)}"] if missing else []
         lines += [f"unexpected in the checkpoint: {listed(unexpected, missing)}"] if unexpected else []
-        raise KeyMismatch("; ".join([*lines, *advice, *([] if prefixed else [_LOOSE + _LEFT * bool(missing)])]))
+        raise KeyMismatch("; ".join([*lines, *advice, *([] if prefixed else [_loose(missing)])]))
     if missing and not matches and not request.acts_for_one_stage:
         raise _of_another_model(
             f"{where} holds {listed(map(_as_saved, unexpected), missing)}; the model has {listed(missing, unexpected)}"
@@ -179,6 +179,10 @@ def judge_model(request: LoadRequest, names: ComparedNames, where: str) -> tuple
         lines += [f"not in the model: {first_of(unexpected, repr)}"] if unexpected else []
         logger.warning("loading with strict=False: %s", "; ".join([*lines, *advice]))
     return names.missing, unexpected
+
+
+def _loose(missing: Collection[str]) -> str:
+    return _LOOSE + (f"; tensors of the model that would keep their initial values: {len(missing)}" if missing else "")
 
 
 def _as_saved(name: str) -> str:
@@ -194,7 +198,8 @@ def judge_optimizer(request: LoadRequest, names: ComparedNames, where: str) -> N
     if unexpected and request.options.strict:
         raise OptimizerMismatch(
             f"optimizer: {where} has state for {first_of(unexpected)} ({len(unexpected)} parameters), which the live "
-            "optimizer does not hold; build param_groups as when it was saved (with the same frozen parameters)"
+            "optimizer does not hold; build param_groups as when it was saved (with the same frozen parameters). To go "
+            f"on with other parameters, leave that state out with {left_out(unexpected)}"
         )
     if missing and request.reports_progress:
         logger.warning(

@@ -294,6 +294,7 @@ class LoadAttempt:
         """Raise an error for an object that was passed and never saved, and for one that a resume must not forget."""
         request = self._request
         objects = {"model": request.model, "optim": request.optimizer, "scheduler": request.scheduler}
+        objects["rank_content"] = request.options.rank_content
         demand(self._opened, **{part: None if self.filtered.covers(part) else one for part, one in objects.items()})
         refuse_forgotten(self._opened, request, self.filtered)
 

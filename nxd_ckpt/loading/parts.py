@@ -34,13 +34,14 @@ from nxd_ckpt.tag.opened import OpenTag
 logger = logging.getLogger("nxd_ckpt")
 
 
-def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any) -> None:
+def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any, rank_content: Any) -> None:
     """Raise PartNotFound for a requested part that was never saved."""
     parts = opened.parts
     for requested, saved, name in (
         (model is not None, parts.model, "model"),
         (optim is not None, parts.optimizer is not None, "optimizer"),
         (scheduler is not None, parts.scheduler, "scheduler"),
+        (rank_content is not None, parts.rank_content, "rank_content"),
     ):
         if requested and not saved and name == "scheduler" and isinstance(scheduler, NamedObjects):
             raise PartNotFound(
@@ -51,7 +52,8 @@ def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any) -> None:
             keeps = " or with weights_only=True, which cuts ZeRO-1's shards from the weights,"
             raise PartNotFound(
                 f"{opened.where} was saved without {name}; it holds {_parts_text(parts)}. "
-                f"Load it with {name}=None,{keeps * (name == 'optimizer')} or choose another tag"
+                f"Load it with {name}=None, the first time if it is new in this job,{keeps * (name == 'optimizer')} or "
+                "choose another tag"
             )
 
 
@@ -92,9 +94,12 @@ def warn_of_forgotten(opened: OpenTag, request: LoadRequest, filtered: Filter) -
         )
 
 
+_PARTS = ("model", "optimizer", "scheduler", "user_content", "rank_content")
+
+
 def _parts_text(parts: Any) -> str:
     """List the parts of a tag."""
-    names = [name for name in ("model", "optimizer", "scheduler", "user_content") if getattr(parts, name)]
+    names = [name for name in _PARTS if getattr(parts, name)]
     return ", ".join(names) or "nothing"
 
 
@@ -246,8 +251,9 @@ def part_names(
         yield "user_content"
         content = None if covers("user_content") else opened.user_content()
         yield from (f"user_content/{key}" for key in (content if isinstance(content, dict) else ()))
-    if parts.rank_content:
+    if parts.rank_content or rank_content:
         yield "rank_content"
+    if parts.rank_content:
         reads_own = rank_content and not covers("rank_content")
         own = _own_or_positions(opened, topology) if reads_own else {}
         yield from (f"rank_content/{key}" for key in own)
@@ -301,7 +307,7 @@ def _own_or_positions(opened: OpenTag, topology: Topology) -> dict[Any, Any]:
 
 
 def _same_ranks(opened: OpenTag, topology: Topology) -> bool:
-    return opened.topology.sizes == topology.sizes or not opened.parts.rank_content
+    return opened.topology.sizes == topology.sizes
 
 
 def _own(opened: OpenTag, rank: int) -> dict[Any, Any]:

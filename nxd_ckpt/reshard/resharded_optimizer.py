@@ -12,7 +12,7 @@ from nxd_ckpt.core.filtering import PARAM_GROUPS, how_to_leave_out
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.reads import CutIndex, Read
-from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.suggestions import first_of, left_out
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP, restore_types
@@ -97,8 +97,9 @@ class ReshardedOptimizer:
         """
         order, begin = [], 0
         for number, size in enumerate(form.groups[: form.ordinary[1] if form.ordinary else None]):
-            loaded = [slot for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
-            order.append(self._find(loaded[0].name).slot.group if loaded else number)
+            own = [slot.name for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
+            loaded = self._find(own)
+            order.append(loaded[own[0]].slot.group if own else number)
             begin += size
         return order
 
@@ -125,7 +126,8 @@ class ReshardedOptimizer:
             ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be recut; the message says why.
         """
         slots = [replace(slot, spec=self._context.live_spec(slot.name, slot.spec)) for slot in form.slots]
-        matches = [None if covers(f"optim/{slot.name}") else self._find(slot.name) for slot in slots]
+        found = self._find(slot.name for slot in slots if not covers(f"optim/{slot.name}"))
+        matches = [found.get(slot.name) for slot in slots]
         entries: dict[Any, Any] = {}
         masters: dict[int, Any] = {}
         for index, (slot, saved) in enumerate(zip(slots, matches, strict=True)):
@@ -187,7 +189,7 @@ class ReshardedOptimizer:
 
         Raises IncompatibleState if one of them has none.
         """
-        saved = self._find(name)
+        saved = self._find([name])[name]
         reads = self._reads(OptimizerSlot(name, self._context.live_spec(name, spec)), saved, saved.slot.likely_shape)
         return [self._leaf_at(saved, place, key) for place in dict.fromkeys(read.holder for read in reads)]
 
@@ -416,15 +418,18 @@ class ReshardedOptimizer:
                 f"{values[0]!r} and {values[1]!r}). Build param_groups so that each holds parameters of one saved group"
             )
 
-    def _find(self, name: str) -> _SavedParameter:
-        match = self._match(name)
-        if match is None:
+    def _find(self, names: Iterable[str]) -> dict[str, _SavedParameter]:
+        """Return these parameters by name. Raises OptimizerMismatch for those that the tag lacks."""
+        matches = {name: self._match(name) for name in names}
+        absent = [name for name, match in matches.items() if match is None]
+        if absent:
             raise OptimizerMismatch(
-                f"optimizer: {self._context.opened.where} has no entry for {name!r}: when it was saved, the parameter "
-                f"was frozen or not passed to the optimizer. It has {first_of(self.slots)}; build param_groups of the "
-                "same parameters"
+                f"optimizer: {self._context.opened.where} has no entry for {first_of(absent, repr)}: when it was "
+                f"saved, they were frozen or not passed to the optimizer. It has {first_of(self.slots)}; build "
+                "param_groups of the same parameters. To go on with others, which then start fresh, leave their state "
+                f"out with {left_out(absent)}"
             )
-        return match
+        return {name: match for name, match in matches.items() if match is not None}
 
     def _match(self, name: str) -> _SavedParameter | None:
         for pp_rank, slots in self.stages.items():

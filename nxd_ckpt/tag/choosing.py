@@ -116,6 +116,16 @@ def _latest(storage: Storage, without: Collection[str]) -> TagInfo:
     return newest
 
 
+def _with_nearest(tag: str, tags: Sequence[str]) -> str:
+    """Return the name with those that may have been meant: the same step in other words, or the nearest steps."""
+    step = step_of(tag)
+    steps = {other: number for other in tags if (number := step_of(other)) is not None}
+    if step is None or step in steps.values():
+        return listed([tag], [other for other in tags if steps.get(other) == step])
+    nearest = sorted(steps, key=lambda other: abs(steps[other] - step))[:2]
+    return repr(tag) + (f" (the nearest: {', '.join(map(repr, nearest))})" if nearest else "")
+
+
 def _find_named(storage: Storage, tag: str) -> TagInfo:
     """Return the named tag. Inspects no other tags: they may be many, and each costs several requests to a store."""
     info = next(iter(_settled(storage, lambda: list(filter(None, [find_tag(storage, tag)])))), None)
@@ -132,8 +142,8 @@ def _find_named(storage: Storage, tag: str) -> TagInfo:
         require_directory(storage)
         tags = [other.tag for other in list_tags(storage)]
         raise CheckpointNotFound(
-            f"{storage.url}: no tag {listed([tag], tags)}; {describe_incomplete(storage)}. Without a tag the latest is "
-            "read"
+            f"{storage.url}: no tag {_with_nearest(tag, tags)}; {describe_incomplete(storage)}. Without a tag the "
+            "latest is read"
         )
     if info.damage is not None:
         raise CorruptCheckpoint(f"{info.damage}; restore the tag from a copy, or remove it")

@@ -76,7 +76,7 @@ def test_a_directory_without_a_complete_tag_is_refused(kept: Path, tmp_path: Pat
     there = r"'notes' \(not a checkpoint\), 'step_1' \(no done marker: incomplete\)"
     refuse(tmp_path / "ckpt", None, errors.CheckpointNotFound, f"no complete checkpoint; it holds {there}", *jobs())
     refuse(tmp_path / "ckpt", "step_1", errors.CheckpointNotFound, f"step_1 is incomplete.*{there}", *jobs())
-    match = rf"no tag 'step_2' \(did you mean 'step_1'\?\); it holds {there}"
+    match = rf"no tag 'step_2' \(the nearest: 'step_1'\); it holds {there}"
     refuse(tmp_path / "ckpt", "step_2", errors.CheckpointNotFound, match, *jobs())
     assert not has_checkpoint(tmp_path / "ckpt")
 
@@ -101,6 +101,29 @@ def test_brackets_in_the_directory_s_name_are_nothing_special(tmp_path: Path) ->
 def test_parts_that_were_not_saved(kept: Path, tag: str, match: str) -> None:
     """Asking for one names it, what the tag holds, and the way to load that."""
     refuse(kept, tag, errors.PartNotFound, match, *jobs())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("part", ["scheduler", "rank_content"])
+def test_a_part_that_is_new_in_the_job(kept: Path, part: str, ranks: int) -> None:
+    """On all ranks of any sizes the same error, with the way to resume; or ``ignore_keys`` leaves it out by name."""
+    for job in jobs(ranks):
+        new = job.scheduler if part == "scheduler" else {"seed": 1}
+        match = rf"saved without {part}; it holds model\. Load it with {part}=None, the first time if it is new in this"
+        refuse(kept, "model", errors.PartNotFound, match, job, **{"optimizer": None, "scheduler": None, part: new})
+        given = {"topology": job.topology, part: new, "ignore_keys": [part]}
+        load_checkpoint(kept, "model", job.model, **given)
+    assert part == "scheduler" or {"seed": 1} == new
+
+
+def test_the_nearest_steps_are_offered(kept: Path, tmp_path: Path) -> None:
+    """Not the most similar name, which may be that of any step; the same for a number as for a name."""
+    for step in (10, 60, 70, 500):
+        shutil.copytree(kept / "model", tmp_path / "ckpt" / f"step_{step}")
+    near = r"(\(the nearest: 'step_60', 'step_70'\); it holds)"
+    refuse(tmp_path / "ckpt", "step_55", errors.CheckpointNotFound, f"no tag 'step_55' {near}", *jobs())
+    refuse(tmp_path / "ckpt", 55, errors.CheckpointNotFound, f"no tag '55' {near}", *jobs())
+    refuse(tmp_path / "ckpt", "stp_60", errors.CheckpointNotFound, r"'stp_60' \(did you mean 'step_60'\?\)", *jobs())
 
 
 def test_another_kind_of_optimizer_needs_names(kept: Path) -> None:

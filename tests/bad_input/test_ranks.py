@@ -127,7 +127,7 @@ def weights(names: list[str]) -> list[str]:
     [
         ([{"tag": "two"}] * 2, errors.CheckpointNotFound, "no tag 'two'; it holds 'one' (complete)"),
         ([{"tag": "../one"}] * 2, errors.InvalidTag, "tag '../one'"),
-        ([{"rank_content": {}}, {}], errors.PartNotFound, "rank_00000.pt"),
+        ([{"rank_content": {}}, {}], errors.PartNotFound, "without rank_content; it holds model,"),
         ([{}, {"partitions": {"absent": Partition()}}], errors.InvalidArgument, "partitions= names 'absent'"),
         ([{"verify": "later"}, {}], errors.InvalidArgument, "verify must be "),
         ([{}, {"ignore_keys": ["optim/*"]}], errors.RanksDisagree, "ignore_keys=['optim/*']"),

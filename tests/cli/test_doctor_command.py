@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,17 @@ def test_damage_is_a_problem(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert 1 == main(["doctor", str(run / "step_1"), "--json"])
     [finding] = json.loads(capsys.readouterr().out)["findings"]
     assert ("files", "problem") == (finding["kind"], finding["severity"])
+
+
+def test_a_damaged_tag_is_named_once(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it is called read and verified; the next step is named."""
+    shutil.copytree(run / "step_1", tmp_path / "step_1")
+    [file] = (tmp_path / "step_1" / "model").iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert 1 == main(["doctor", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert f"problem: {tmp_path}/step_1: model/{file.name}" in out
+    assert "0 tensors" not in out
+    assert f"no tensor was examined; nxd-ckpt verify {tmp_path}/step_1 lists what is damaged" in out

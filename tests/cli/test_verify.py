@@ -52,7 +52,7 @@ def test_all_tags_are_verified(run: Run, copied: Path) -> None:
     outcome = run("verify", copied, "--all")
     assert 1 == outcome.code
     said = {line.rpartition("/")[2] for line in outcome.out.splitlines() if line.startswith(f"{copied}/")}
-    assert {"z_plain: 1 problem", "zero1: 1 problem", "cut: ok"} == said
+    assert {"z_plain: DAMAGED, 1 problem", "zero1: DAMAGED, 1 problem", "cut: ok"} == said
 
 
 def test_all_means_no_tag(run: Run, examples: Path, tmp_path: Path) -> None:
@@ -80,8 +80,10 @@ def test_every_problem_is_listed(run: Run, copied: Path) -> None:
         next(str(path) for path in (changed, lost, index) if str(path) in problem) for problem in problems
     )
     text = run("verify", copied, "zero1")
-    assert [f"problem: {problem}" for problem in problems] == text.out.splitlines()[:3]
-    assert (1, f"{tag}: 3 problems") == (text.code, text.out.splitlines()[3])
+    first, *lines, read = text.out.splitlines()[:5]
+    assert (1, f"{tag}: DAMAGED, 3 problems") == (text.code, first)
+    assert [f"  problem: {problem}" for problem in problems] == lines
+    assert "and the index; only " in read
 
 
 def test_a_damaged_manifest_is_a_problem(run: Run, copied: Path) -> None:

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import fully_shard
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement
-from nxd_ckpt.errors import CheckpointError, KeyMismatch
+from nxd_ckpt.errors import CheckpointError, KeyMismatch, OptimizerMismatch, ShapeMismatch
 from nxd_ckpt.loading.load import load
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest
 from nxd_ckpt.storage.local import LocalStorage
 from tests.filters.named import Named, stepped
+from tests.hugging_face.saved import live
 from tests.support.rank_pool import RankPool
 from tests.support.ranks import on_ranks
 
@@ -28,8 +29,8 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 DIFFER = (
     "the names in the checkpoint and in the model differ; missing from the checkpoint: '3.weight' (did you mean "
     "'2.weight'?); unexpected in the checkpoint: '2.weight' (did you mean '3.weight'?); if these were renamed, pass "
-    "key_mapping={'3.weight': '2.weight'}; load with strict=False to take the names that both have, and leave those "
-    "that are missing as they are"
+    "key_mapping={'3.weight': '2.weight'}; load with strict=False to take the names that both have; tensors of the "
+    "model that would keep their initial values: 1"
 )
 LOOSE = (
     "loading with strict=False: left as they are: '3.weight'; not in the model: '2.weight'; if these were renamed, "
@@ -104,6 +105,8 @@ def test_state_that_no_optimizer_takes(stages: Path, sizes: str, caplog: pytest.
     numbers = [[2 if number == 3 else number for number in own] for own in numbers]
     [error] = outcomes(stages, topology, numbers, frozen="2.weight")
     assert "has state for 2.weight (1 parameters), which the live optimizer does not hold" in error
+    assert "leave that state out with ignore_keys=['optim/2.weight'], or with strict=False" in error
+    assert {"None"} == outcomes(stages, topology, numbers, frozen="2.weight", ignore_keys=["optim/2.weight"])
     with caplog.at_level(logging.WARNING):
         assert {"None"} == outcomes(stages, topology, numbers, frozen="2.weight", strict=False)
     [warning] = caplog.messages
@@ -148,3 +151,49 @@ def test_a_mesh_and_a_single_process_say_the_same(
     *warnings, last = caplog.messages
     assert [LOOSE, SMALLER] == warnings
     assert "the optimizer state of 2.weight is left out" in last
+
+
+def test_the_advice_for_a_wider_layer_suffices(tmp_path: Path) -> None:
+    """The error names every tensor of another shape in one option, and with that the rest is loaded."""
+
+    def job(width: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    saved, wider = job(4), job(5)
+    save_checkpoint(tmp_path, "t", *saved, durable=False)
+    with pytest.raises(ShapeMismatch) as refused:
+        load_checkpoint(tmp_path, "t", *wider)
+    keys = ["*/0.weight", "*/0.bias", "*/1.weight"]
+    assert f"All are left out with ignore_keys={keys}" in str(refused.value)
+    load_checkpoint(tmp_path, "t", *wider, ignore_keys=keys)
+    assert torch.equal(saved[0].state_dict()["1.bias"], wider[0].state_dict()["1.bias"])
+
+
+def test_a_parameter_that_was_frozen_at_the_save(tmp_path: Path) -> None:
+    """The error says how to train it from now on, and both ways do so."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+    save_checkpoint(tmp_path, "t", model, torch.optim.AdamW(model[1:].parameters()), durable=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OptimizerMismatch, match=r"with ignore_keys=\['optim/0.weight', 'optim/0.bias'\], or with st"):
+        load_checkpoint(tmp_path, "t", model, optimizer)
+    load_checkpoint(tmp_path, "t", model, optimizer, ignore_keys=["optim/0.weight", "optim/0.bias"])
+    load_checkpoint(tmp_path, "t", model, optimizer, strict=False)
+
+
+@pytest.mark.parametrize("saved", ["NxD's", "Hugging Face's"])
+def test_names_of_another_form_of_the_family(tmp_path: Path, saved: str) -> None:
+    """Where the layers of one are fused in the other, a conversion helps, and strict=False would not."""
+    forms = {"NxD's": ["mlp.gate_up_proj"], "Hugging Face's": ["mlp.gate_proj", "mlp.up_proj"]}
+    names = {form: [f"model.layers.0.{layer}.weight" for layer in layers] for form, layers in forms.items()}
+    models = {form: live(dict.fromkeys(["model.norm.weight", *own], torch.ones(2, 2))) for form, own in names.items()}
+    save_checkpoint(tmp_path, "t", models.pop(saved), durable=False)
+    [other] = models.values()
+    with pytest.raises(KeyMismatch) as refused:
+        load_checkpoint(tmp_path, "t", other)
+    assert f"those of {saved} layers of a model of mapping" in str(refused.value)
+    assert "nxd-ckpt convert TAG OUT --to hf" in str(refused.value)
+    assert "strict=False" not in str(refused.value)
