@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.topology import Topology
@@ -353,7 +354,7 @@ class MappedTag:
 
     def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
         rule, shape = match.rule, list(local)
-        if rule.dim is not None and rule.dim < len(shape) and not self._is_recorded_as_whole(match, local):
+        if rule.dim is not None and rule.dim < len(shape) and not self._holds_copies:
             rows = rule.members[0].rows
             if rows is None or shape[rule.dim] < self.sizes.get(rows):
                 shape[rule.dim] *= tp
@@ -361,16 +362,21 @@ class MappedTag:
             shape[0] *= self._opened.topology.ep
         return tuple(shape)
 
-    def _is_recorded_as_whole(self, match: Match, local: tuple[int, ...]) -> bool:
-        """Return whether the tag records that each rank holds the whole tensor, and config.json has that shape too.
+    @cached_property
+    def _holds_copies(self) -> bool:
+        """True if by the tag's record every rank holds each tensor whole, and all have the shapes of config.json.
 
-        The record alone is no proof: of a tensor whose attributes got lost, ranks may hold equal parts.
+        The record alone is no proof: of tensors whose attributes got lost, ranks may hold equal parts, such as zeros.
         """
-        recorded = self._recorded.context.recorded.get(match.name)
+        recorded = self._recorded.context.recorded
+        matches = [match for match in self._mapping.split(self._model.stages)[0] if match.rule.dim is not None]
+        return all(self._is_whole(match, recorded.get(match.name)) for match in matches)
+
+    def _is_whole(self, match: Match, recorded: ParameterSpec | None) -> bool:
         if recorded is None or recorded.partition != Partition():
             return False
         try:
-            slices = hf_slices(match, local, self.sizes)
+            slices = hf_slices(match, recorded.shape, self.sizes)
             forms = [(hf_slice.name, hf_slice.shape) for hf_slice in slices]
             self._mapping.refuse_shapes(match.rule, forms, self.sizes, self._opened.where)
         except ShapeMismatch:

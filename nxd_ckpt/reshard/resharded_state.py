@@ -13,7 +13,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.parameter_names import is_adapter
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import PartLost, PartNotFound, TopologyMismatch
+from nxd_ckpt.errors import InvalidArgument, PartLost, PartNotFound, TopologyMismatch
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.tensors import Assembly, digest_of, form_of, is_tensor
@@ -28,8 +28,20 @@ from nxd_ckpt.tag.opened import OpenTag
 
 
 def partitions_of_tag(opened: OpenTag, partitions: Mapping[str, Partition] | None) -> Mapping[str, Partition]:
-    """Return a caller's partitions of a tag. Raises InvalidArgument for those of what it does not have."""
-    checked = checked_partitions(partitions, opened.topology.tp)
+    """Return a caller's partitions of a tag.
+
+    Raises InvalidArgument for those of what it does not have, and for more partitions than ranks, which hold one each.
+    """
+    tp = opened.topology.tp
+    checked = checked_partitions(partitions, tp)
+    for name, partition in checked.items():
+        most = max(section.num_partitions for section in partition.fused or (partition,))
+        if most > tp:
+            raise InvalidArgument(
+                f"partitions= says that {name} is cut into {most} partitions, but of {tp} tensor-parallel ranks each "
+                f"holds one; expected num_partitions={tp}, or fewer. To cut it for a tag of more ranks, convert it "
+                "with their number as num_partitions, and as tp="
+            )
     if checked and opened.parts.model:
         refuse_unknown(checked, opened.model_names(), opened.where)
     return checked

@@ -61,17 +61,9 @@ def plan_parameter(
 def checked_partitions(partitions: Mapping[str, Partition] | None, tp: int) -> Mapping[str, Partition]:
     """Return a caller's partitions. Raises InvalidArgument for a cut into one partition, where there are ``tp`` ranks.
 
-    Taken as it stands, it would make copies of what ranks hold parts of: all but one would be lost. Raises it also for
-    more partitions than ranks, which hold one each.
+    Taken as it stands, it would make copies of what ranks hold parts of: all but one would be lost.
     """
     for name, partition in (partitions or {}).items():
-        most = max(section.num_partitions for section in partition.fused or (partition,))
-        if most > tp:
-            raise InvalidArgument(
-                f"partitions= says that {name} is cut into {most} partitions, but of {tp} tensor-parallel ranks each "
-                f"holds one; expected num_partitions={tp}, or fewer. To cut it for a tag of more ranks, convert it "
-                "with their number as num_partitions, and as tp="
-            )
         if tp > 1 and partition.partition_dim is not None and partition.replicated_over_tp and not partition.fused:
             raise InvalidArgument(
                 f"partitions= says that {name} is cut along dimension {partition.partition_dim}, but into one "
