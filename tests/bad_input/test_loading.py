@@ -111,7 +111,7 @@ def test_a_part_that_is_new_in_the_job(kept: Path, part: str, ranks: int) -> Non
         new = job.scheduler if part == "scheduler" else {"seed": 1}
         match = rf"saved without {part}; it holds model\. Load it with {part}=None, the first time if it is new in this"
         refuse(kept, "model", errors.PartNotFound, match, job, **{"optimizer": None, "scheduler": None, part: new})
-        given = {"topology": job.topology, part: new, "ignore_keys": [part]}
+        given: dict[str, Any] = {"topology": job.topology, part: new, "ignore_keys": [part]}
         load_checkpoint(kept, "model", job.model, **given)
     assert part == "scheduler" or {"seed": 1} == new
 
