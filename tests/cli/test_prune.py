@@ -180,12 +180,12 @@ def test_another_name_of_a_rule_is_understood(four: Path, run: Run, capsys: pyte
 
 def test_each_rule_has_a_flag(four: Path, run: Run) -> None:
     """All together keep what each keeps; a dry run says which, and removes nothing."""
-    rules = ["--last", "1", "--every", "4", "--best", "loss:1:max", "--best", "loss"]
+    rules = ["--last", "1", "--every", "4", "--best", "loss:1:max", "--best", "loss:4"]
     would = run("prune", four, *rules, "--dry-run", "--json").document
     assert ([], True) == (would["removed"], would["dry_run"])
-    assert {"tag": "step_1", "because": ["best 1 by loss (max)"]} == would["kept"][0]
-    assert {"tag": "step_3", "because": ["it has no loss", "it has no loss"]} == would["kept"][2]
-    assert {"tag": "step_4", "because": ["last 1", "every 4"]} == would["kept"][-1]
+    assert {"tag": "step_1", "because": ["best 1 by loss (max)", "best 4 by loss (min)"]} == would["kept"][0]
+    assert {"tag": "step_3", "because": ["it has no loss"]} == would["kept"][2]
+    assert {"tag": "step_4", "because": ["last 1", "every 4", "best 4 by loss (min)"]} == would["kept"][-1]
     assert "0 tags would be removed" in run("prune", four, *rules, "--within", "1d", "--dry-run").out
     assert "2 tags would be removed" in run("prune", four, *rules[:2], "--every", "3", "--dry-run").out
     assert 4 == len(visible_tags(four))
