@@ -220,7 +220,7 @@ class _Node(dict[Any, Any]):
 
 
 def nested(entries: Iterable[tuple[Path, Any]]) -> Any:
-    """Return the nested state dict with these entries; keys 0, 1, 2, ... of one node become a list.
+    """Return the nested state dict with these entries; keys 0, 1, 2, ... of one node, in any order, become a list.
 
     Raises KeyMismatch if two paths are equal, or one is the start of another.
     """
@@ -241,8 +241,9 @@ def _settled(node: Any) -> Any:
     if not isinstance(node, _Node):
         return node
     settled = {key: _settled(child) for key, child in node.items()}
-    counts = [type(key) is int and key == number for number, key in enumerate(settled)]
-    return list(settled.values()) if counts and all(counts) else settled
+    places = range(len(settled))
+    is_list = settled and {*map(type, settled)} == {int} and settled.keys() == {*places}
+    return [settled[place] for place in places] if is_list else settled
 
 
 def _joined(by_owner: Mapping[str, dict[str, Any]], same: Callable[[Any, Any], bool]) -> list[dict[str, Any]]:

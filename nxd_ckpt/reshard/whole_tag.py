@@ -6,7 +6,7 @@ tensors are cut, or which parameters the entries of their optimizer belong to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,9 +29,9 @@ from nxd_ckpt.formats.tensors import (
     Path,
     TensorStub,
     by_digest,
+    children_of,
     form_of,
     is_tensor,
-    iter_leaves,
     iter_tensors,
     nbytes_of,
 )
@@ -314,10 +314,7 @@ class WholeTag:
         candidates += [((*_GENERAL, key), value) for key, value in self.general_state.items()]
         places: dict[str, _Place] = {}
         for prefix, value in candidates:
-            has_tensors = any(True for _ in iter_tensors(value, _LEAVES))
-            for path, leaf in iter_leaves(value) if has_tensors else [((), value)]:
-                if not is_tensor(leaf):
-                    places[_name(*prefix, *path)] = (*prefix, *path), leaf
+            places.update({_name(*path): (path, leaf) for path, leaf in _without_tensors(prefix, value)})
         return places
 
     def _describe(self, name: str, path: Path, leaf: Any) -> GlobalTensor:
@@ -374,3 +371,14 @@ def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(leaf, MissingTensor):
         return leaf.dtype or UNKNOWN_DTYPE, leaf.shape or ()
     return form_of(leaf)
+
+
+def _without_tensors(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the values in a tree, with their paths: each container in which no tensor lies is one."""
+    if is_tensor(value):
+        return
+    if not any(True for _ in iter_tensors(value, _LEAVES)):
+        yield path, value
+        return
+    for key, child in children_of(value):
+        yield from _without_tensors((*path, key), child)

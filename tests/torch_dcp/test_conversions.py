@@ -362,3 +362,14 @@ def test_an_output_appears_whole_or_not_at_all(examples: Path, tmp_path: Path) -
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(InvalidArgument, match="mine"):
         convert(examples / "z_plain", tmp_path / "out", to="dcp", overwrite=True)
+
+
+def test_containers_of_a_modules_extra_state_stay_what_they_are(tmp_path: Path) -> None:
+    """There and back: tuples of values, and lists with tensors in any place. A tuple with a tensor is a list in DCP."""
+    one, two = torch.ones(1), torch.ones(2)
+    extra = {"t": (1, (2, "a")), "l": [1, (2,)], "first": [one, (1, 2)], "last": [1, two], "d": {"x": (3,), "y": one}}
+    save_checkpoint(tmp_path / "run", "a", {"weight": torch.ones(2), "_extra_state": extra})
+    convert(tmp_path / "run" / "a", tmp_path / "dcp", to="dcp")
+    convert(tmp_path / "dcp", tmp_path / "back" / "a", to="tag")
+    for place in ("dcp", "back/a"):
+        assert difference(extra, open_checkpoint(tmp_path / place).model_state()["_extra_state"]) is None
