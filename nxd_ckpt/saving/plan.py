@@ -110,7 +110,6 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
     writers = {"scheduler": 0}
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
     shared = [part for part in (state.model, state.optimizer) if part is not None]
-    optimized: Collection[str] = ()
     if state.model is not None:
         skipped = set() if parts.lower_precision_weights else _covered(state)
         key = names.model_file(topology, topology.coordinates)
@@ -138,13 +137,12 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
             copies += _of_all_experts("optimizer", state.optimizer, topology, set())
         writers |= {} if zero1 else {"optimizer": group[0]}
         shared = shared[:-1] if zero1 else shared
-        optimized = () if zero1 else state.optimizer_names or ()
     leads = topology.rank == group[0] and topology.tp_rank == 0
     return SavePlan(
         shared=tuple(files),
         objects=plan_objects(state, topology),
         parts=parts,
-        replica=_digest_of_structure(shared, optimized),
+        replica=_digest_of_structure(shared, state),
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
         left_out=state.left_out,
@@ -333,12 +331,13 @@ def _with_ties(model: ModelState, parameters: set[str]) -> set[str]:
     return parameters | {name for name, tie in ties.items() if tie in covered}
 
 
-def _digest_of_structure(parts: list[State], optimized: Collection[str]) -> str:
-    """Return a digest that is equal on ranks whose states have the same names, shapes and dtypes, in the same order.
+def _digest_of_structure(parts: list[State], state: SaveState) -> str:
+    """Return a digest that is equal on ranks whose ``parts`` have the same names, shapes and dtypes, in the same order.
 
-    ``optimized`` are the parameters of an optimizer, in any order: it may have no state of them.
+    A plain optimizer must also hold the same parameters, in any order: it may have no state of them yet.
     """
-    digest = hashlib.sha256(repr(sorted(optimized)).encode())
+    optimized = state.optimizer_names if state.optimizer_kind in (None, "plain") else None
+    digest = hashlib.sha256(repr(sorted(optimized or ())).encode())
     for part in parts:
         for path, tensor in iter_tensors(part.tree):
             dtype, shape = form_of(tensor)
