@@ -122,7 +122,7 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
         raise IncompatibleState(f"scheduler: {where} holds {forms[1]}, the live one is {forms[0]}; pass the same form")
 
 
-_TORCHS = ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
+_TORCHS = ("torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.amp.grad_scaler")
 """Modules whose ``load_state_dict`` does no more than to take the state."""
 
 _OPTIONS = (
@@ -161,7 +161,7 @@ def _kind_of(value: Any) -> str | None:
 
 
 def require_taken(live: Any, saved: Any, where: str, refused: type[CheckpointError]) -> None:
-    """Raise ``refused`` unless torch's own schedulers, among those to load, take their saved states.
+    """Raise ``refused`` unless torch's own schedulers and scalers, among those to load, take their saved states.
 
     They take them once, and get back what they had, before the load changes anything. Code of others takes its state
     once, at the end: nothing is known of what else it does then.
@@ -177,6 +177,8 @@ def require_taken(live: Any, saved: Any, where: str, refused: type[CheckpointErr
         attributes, before = dict(vars(live)), deepcopy(live.state_dict())
         try:
             live.load_state_dict(deepcopy(saved))
+            if saved and not before:
+                raise ValueError("it is disabled, and keeps no state")
         except Exception as error:
             raise refused(
                 f"scheduler: the live {type(live).__name__} does not take the state in {where}, {shown(saved)} "

@@ -197,6 +197,24 @@ def test_live_state_without_memory_is_refused_before_anything_changes(tmp_path: 
     close_checkpointers()
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_scaler_that_is_disabled_on_one_side_is_refused_before_anything_changes(tmp_path: Path, saved: bool) -> None:
+    """A disabled one keeps no state: torch drops what was saved, or refuses when the model is loaded already."""
+    model, optimizer, _ = live()
+    parts = {"model": model, "optimizer": optimizer}
+    save_checkpoint(tmp_path, "t", state={**parts, "scaler": torch.amp.GradScaler("cpu", enabled=saved)})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(CheckpointError, match="GradScaler does not take"):
+        load_checkpoint(tmp_path, "t", state={**parts, "scaler": torch.amp.GradScaler("cpu", enabled=not saved)})
+    assert not any(parameter.any() for parameter in model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=saved, init_scale=2.0)
+    load_checkpoint(tmp_path, "t", state={**parts, "scaler": scaler})
+    assert (2.0**16 if saved else 1.0) == scaler.get_scale()
+    close_checkpointers()
+
+
 def test_code_of_others_that_refuses_its_state_is_an_error_of_ours(tmp_path: Path) -> None:
     """A scheduler of one's own, or extra state: the error says that the rest was overwritten."""
 
