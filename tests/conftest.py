@@ -100,10 +100,13 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _unpacked("nxd-0.18.tar.xz", tmp_path_factory) / "public"
 
 
-@pytest.fixture(scope="session")
-def golden_of_ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of checkpoints that nxd_ckpt 0.1 wrote, one sub-directory a configuration; shared as ``golden`` is."""
-    return _unpacked("nxd_ckpt-0.1.tar.xz", tmp_path_factory) / "ours"
+@pytest.fixture(scope="session", params=["0.1", "0.1-objects", "0.1-tables"])
+def golden_of_ours(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Directory of checkpoints that nxd_ckpt wrote, one sub-directory a configuration; shared as ``golden`` is.
+
+    They are its first ones, those with trees in indexes, and those with tables of forms and specifications.
+    """
+    return _unpacked(f"nxd_ckpt-{request.param}.tar.xz", tmp_path_factory) / "ours"
 
 
 @pytest.fixture(scope="session")

@@ -25,28 +25,7 @@ def whole(data: bytes) -> Any:
     take.
     """
     with gc_paused():  # it would visit nested lists again and again
-        text = data.decode(json.detect_encoding(data), "surrogatepass")
-        if any(mark in text for mark in _NOT_IN_OURS):
-            return _decode(text)
-        value, names = _counted(text)
-        # Each name in the text ends with these two characters, so that none can be hidden from the count.
-        return value if names == text.count('":') else _decode(text)
-
-
-_NOT_IN_OURS = " \t\r\n\\"
-"""Space between the parts of a document, and escapes: with these, names are compared one by one."""
-
-
-def _counted(text: str) -> tuple[Any, int]:
-    """Parse a document; return it, with the number of different names in all of its objects."""
-    names = 0
-
-    def count(fields: dict[str, Any]) -> dict[str, Any]:
-        nonlocal names
-        names += len(fields)
-        return fields
-
-    return json.JSONDecoder(object_hook=count).decode(text), names
+        return _decode(data.decode(json.detect_encoding(data), "surrogatepass"))
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -211,9 +211,8 @@ def checked(kind: type[KindT], value: Any) -> KindT:
 
 def integers(values: Any, count: int | None = None) -> Sequence[int]:
     """Return ``values``; raise ValueError or TypeError unless they are ``count`` non-negative integers."""
-    for value in values:
-        if type(value) is not int or value < 0:
-            raise ValueError(f"expected non-negative integers, found {values!r}")
+    if {*map(type, values)} - {int} or min(values, default=0) < 0:
+        raise ValueError(f"expected non-negative integers, found {values!r:.80}")
     if count is not None and len(values) != count:
         raise ValueError(f"expected {count} numbers, found {len(values)}")
     return values  # type: ignore[no-any-return]

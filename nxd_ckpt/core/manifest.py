@@ -9,9 +9,10 @@ from __future__ import annotations
 import marshal
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
@@ -76,9 +77,40 @@ class ParameterSpec:
     explicit: bool = False
 
 
-def _tensor_fields(entry: TensorEntry) -> dict[str, Any]:
-    parts = entry.pieces and [(piece.local.offset, piece.box.offset, piece.box.size) for piece in entry.pieces]
-    return {**entry._asdict(), "pieces": parts}
+def _table(values: Collection[Any]) -> tuple[list[Any], list[int]]:
+    """Return the different ones among JSON values, and for each value its number in that list."""
+    marks = {key: marshal.dumps(value, _BY_VALUE) for key, value in {id(value): value for value in values}.items()}
+    numbers = {mark: number for number, mark in enumerate(dict.fromkeys(marks.values()))}
+    return [marshal.loads(mark) for mark in numbers], [numbers[marks[id(value)]] for value in values]
+
+
+def _columns(rows: Collection[Sequence[Any]]) -> dict[str, Any]:
+    """Return the JSON of tensors: an item for each in every column, and what many have in common in tables.
+
+    ``rows`` have the JSON of the fields of `TensorEntry`.
+    """
+    lists = map(list, zip(*rows, strict=True)) if rows else [[]] * 8
+    names, files, offsets, nbytes, dtypes, shapes, crcs, pieces = lists
+    paths, file_of = _table(files)
+    forms, form_of = _table([*map(list, zip(nbytes, dtypes, shapes, pieces, strict=True))])
+    columns = {"name": names, "file": file_of, "form": form_of, "offset": offsets, "crc32": crcs}
+    return {"files": paths, "forms": forms, **columns}
+
+
+def _tensor_rows(entries: Sequence[TensorEntry]) -> list[Sequence[Any]]:
+    cuts = {id(entry.pieces): entry.pieces for entry in entries}
+    parts = {key: cut and [_rectangle(each) for each in cut] for key, cut in cuts.items()}
+    return [(*entry[:-1], parts[id(entry.pieces)]) for entry in entries]
+
+
+def _rectangle(piece: Piece) -> Sequence[Any]:
+    return piece.local.offset, piece.box.offset, piece.box.size
+
+
+def _in_table(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON of parameters, of which each has the JSON of its specification."""
+    table, numbers = _table(parameters.values())
+    return {"specifications": table, "parameters": dict(zip(parameters, numbers, strict=True))}
 
 
 def _parameter_fields(parameters: Mapping[str, ParameterSpec]) -> dict[str, dict[str, Any]]:
@@ -91,73 +123,65 @@ def _parameter_fields(parameters: Mapping[str, ParameterSpec]) -> dict[str, dict
     return {name: specs[id(spec)] for name, spec in parameters.items()}
 
 
-class Makers:
-    """Converters from an element's JSON to its object. Equal parts share one object: many tensors have few shapes.
-
-    They raise KeyError, TypeError, ValueError or MalformedFile if the element is invalid.
-    """
-
-    def __init__(self) -> None:
-        self._files: dict[str, str] = {}
-        self._forms: dict[bytes, tuple[tuple[int, ...], tuple[Piece, ...] | None]] = {}
-        self._specs: dict[bytes, ParameterSpec] = {}
-
-    @staticmethod
-    def file(entry: Any) -> FileEntry:
-        return FileEntry(*integers(entry, 2))
-
-    def tensor(self, fields: Any) -> TensorEntry:
-        key = marshal.dumps((fields["shape"], fields["pieces"]), _BY_VALUE)
-        form = self._forms.get(key)
-        if form is None:
-            form = self._forms[key] = _form(fields["name"], fields["shape"], fields["pieces"])
-        offset, nbytes = integers((fields["offset"], fields["nbytes"]))
-        return TensorEntry(
-            checked_text(fields["name"]),
-            self._file(fields["file"]),
-            offset,
-            nbytes,
-            checked(str, fields["dtype"]),
-            form[0],
-            tuple(integers(fields["crc32"], -(-nbytes // CRC_BLOCK))),
-            form[1],
-        )
-
-    def _file(self, key: Any) -> str:
-        file = self._files.get(key)
-        if file is None:
-            file = self._files[key] = checked_key(key)
-        return file
-
-    def spec(self, fields: Any) -> ParameterSpec:
-        key = marshal.dumps(fields, _BY_VALUE)
-        spec = self._specs.get(key)
-        if spec is None:
-            partition = Partition.from_json(fields["partition"])
-            shape, tie = tuple(integers(fields["shape"])), fields["tie"]
-            partition.check_shape("a parameter", shape)
-            trainable = checked(bool, fields["trainable"])
-            explicit = checked(bool, fields.get("explicit", False))
-            tie = None if tie is None else checked(str, tie)
-            spec = ParameterSpec(checked(str, fields["dtype"]), shape, partition, trainable, tie, explicit)
-            self._specs[key] = spec
-        return spec
+def _as_now(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return an older document as it would be written now; in it each tensor and parameter was an object."""
+    now = fields | _in_table(checked(dict, fields["parameters"]))
+    if fields["kind"] == "rank_index":
+        now["tensors"] = _columns([[entry[key] for key in TensorEntry._fields] for entry in fields["tensors"]])
+    return now
 
 
-def _form(name: str, shape: Any, raw: Any) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
-    """Return a tensor's shape and pieces."""
-    shape = tuple(integers(shape))
+def _file(entry: Any) -> FileEntry:
+    return FileEntry(*integers(entry, 2))
+
+
+def _tensors(fields: Any) -> Iterator[TensorEntry]:
+    """Yield the tensors of an index."""
+    files = list(map(checked_key, checked(list, fields["files"])))
+    forms = list(map(_form, checked(list, fields["forms"])))
+    places, numbers, offsets = (integers(checked(list, fields[key])) for key in ("file", "form", "offset"))
+    integers([*chain.from_iterable(fields["crc32"])])
+    rows = zip(_texts(fields["name"]), places, numbers, offsets, map(tuple, fields["crc32"]), strict=True)
+    for name, place, number, offset, crcs in rows:
+        nbytes, dtype, shape, pieces = forms[number]
+        if len(crcs) != -(-nbytes // CRC_BLOCK):
+            raise ValueError(f"{name}: {nbytes} bytes with {len(crcs)} digests")
+        yield TensorEntry(name, files[place], offset, nbytes, dtype, shape, crcs, pieces)
+
+
+def _form(fields: Any) -> tuple[int, str, tuple[int, ...], tuple[Piece, ...] | None]:
+    """Return the bytes, dtype, shape and pieces that tensors have in common."""
+    nbytes, dtype, sizes, raw = checked(list, fields)
+    shape = tuple(integers(checked(list, sizes)))
+    integers([nbytes])
+    checked(str, dtype)
     if raw is None:
-        return shape, None
+        return nbytes, dtype, shape, None
     triples = [[tuple(integers(part)) for part in triple] for triple in raw]
     pieces = tuple(Piece(Box(local, size), Box(offset, size)) for local, offset, size in triples)
     outside = [piece.local for piece in pieces if not Box.whole(shape).contains(piece.local)]
     if outside:
-        raise ValueError(f"{name}: a piece at {outside[0]} is not inside shape {shape}")
-    return shape, pieces
+        raise ValueError(f"a piece at {outside[0]} is not inside shape {shape}")
+    return nbytes, dtype, shape, pieces
 
 
-FORMAT_VERSION = 1
+def _specs(document: Any) -> dict[str, ParameterSpec]:
+    """Return the specifications of the parameters in an index or a manifest, by name."""
+    table, numbers = list(map(_spec, checked(list, document["specifications"]))), document["parameters"]
+    integers(checked(dict, numbers).values())
+    return dict(zip(_texts([*numbers]), [table[number] for number in numbers.values()], strict=True))
+
+
+def _spec(fields: Any) -> ParameterSpec:
+    partition = Partition.from_json(fields["partition"])
+    shape, tie = tuple(integers(fields["shape"])), fields["tie"]
+    partition.check_shape("a parameter", shape)
+    trainable = checked(bool, fields["trainable"])
+    explicit = checked(bool, fields.get("explicit", False))
+    tie = None if tie is None else checked(str, tie)
+    return ParameterSpec(checked(str, fields["dtype"]), shape, partition, trainable, tie, explicit)
+
+
 MESH_VERSION = 2
 """Version of documents of a mesh job that have a key more."""
 METRICS_VERSION = 3
@@ -167,12 +191,10 @@ PHASES_VERSION = 4
 PER_RANK_VERSION = 5
 """Version of a manifest with names of what ranks saved for themselves, whatever else it has."""
 NAMED_VERSION = 6
-"""Version of all manifests that are written now: ``done`` holds the order time and the attempt, on file systems too."""
+"""Version of a manifest whose attempt ``done`` names, on file systems too."""
 
-_VERSIONS = {
-    "manifest": (FORMAT_VERSION, MESH_VERSION, METRICS_VERSION, PHASES_VERSION, PER_RANK_VERSION, NAMED_VERSION),
-    "rank_index": (FORMAT_VERSION, MESH_VERSION),
-}
+_VERSIONS = {"manifest": range(1, 8), "rank_index": range(1, 4)}
+"""By kind; the last is written now, with tables of what many tensors, or parameters, have in common."""
 _SEAL = b',"crc32":'
 
 
@@ -261,33 +283,31 @@ def dump_index(index: RankIndex) -> bytes:
 
 
 def _index_fields(index: RankIndex) -> dict[str, Any]:
-    mesh = {} if index.mesh is None else {"mesh": index.mesh.to_json()}
     return {
-        "format_version": MESH_VERSION if mesh else FORMAT_VERSION,
+        "format_version": _VERSIONS["rank_index"][-1],
         "kind": "rank_index",
         "coordinates": astuple(index.coordinates),
         "files": index.files,
-        "tensors": list(map(_tensor_fields, index.tensors)),
-        "parameters": _parameter_fields(index.parameters),
+        "tensors": _columns(_tensor_rows(index.tensors)),
+        **_in_table(_parameter_fields(index.parameters)),
         "optimizer_names": index.optimizer_names,
-        **mesh,
+        **({} if index.mesh is None else {"mesh": index.mesh.to_json()}),
         **({"trees": index.trees} if index.trees else {}),
     }
 
 
 def load_index(data: bytes, where: str) -> RankIndex:
     """Parse an index file. Raises MalformedFile, naming ``where``, for anything but a valid one."""
-    make = Makers()
     with _naming(where):
         fields = _read(data, "rank_index")
         names = fields["optimizer_names"]
         return RankIndex(
             coordinates=Coordinates(*integers(fields["coordinates"], 3)),
             files=_files(fields["files"]),
-            tensors=tuple(map(make.tensor, checked(list, fields["tensors"]))),
-            parameters=_specs(fields["parameters"]),
-            optimizer_names=None if names is None else tuple(map(checked_text, checked(list, names))),
-            mesh=MeshRecord.from_json(fields["mesh"]) if _is_of_mesh(fields) else None,
+            tensors=tuple(_tensors(fields["tensors"])),
+            parameters=_specs(fields),
+            optimizer_names=None if names is None else _texts(names),
+            mesh=MeshRecord.from_json(fields["mesh"]) if _is_of_mesh(fields) or "mesh" in fields else None,
             trees=_named(checked_key, fields.get("trees", {})),
         )
 
@@ -298,7 +318,7 @@ def load_parameters(data: bytes, where: str) -> Mapping[str, ParameterSpec]:
     Raises MalformedFile, naming ``where``, for anything but a valid index.
     """
     with _naming(where):
-        return _specs(_read(data, "rank_index")["parameters"])
+        return _specs(_read(data, "rank_index"))
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -322,7 +342,7 @@ def _manifest_fields(manifest: Manifest) -> dict[str, Any]:
         "guests": manifest.guests,
     }
     return {
-        "format_version": NAMED_VERSION,
+        "format_version": _VERSIONS["manifest"][-1],
         "kind": "manifest",
         "tag": manifest.tag,
         "attempt": manifest.attempt,
@@ -331,7 +351,7 @@ def _manifest_fields(manifest: Manifest) -> dict[str, Any]:
         **({} if manifest.leaders is None else {"leaders": manifest.leaders}),
         "parts": asdict(manifest.parts),
         "ranks": manifest.ranks,
-        "parameters": _parameter_fields(manifest.parameters),
+        **_in_table(_parameter_fields(manifest.parameters)),
         "timings": manifest.timings,
         "versions": manifest.versions,
         **{name: value for name, value in optional.items() if value},
@@ -362,7 +382,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             )
         topology = _topology(fields["topology"])
         version = fields["format_version"]
-        ranks = tuple(map(Makers.file, fields["ranks"]))
+        ranks = tuple(map(_file, fields["ranks"]))
         if len(ranks) != topology.world_size:
             raise ValueError(f"{len(ranks)} ranks, expected the {topology.world_size} of {topology.describe()}")
         return Manifest(
@@ -372,7 +392,7 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             topology=topology,
             parts=_parts(fields["parts"]),
             ranks=ranks,
-            parameters=_specs(fields["parameters"]),
+            parameters=_specs(fields),
             timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
             leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
@@ -404,11 +424,15 @@ def _leaders(ranks: Any, topology: Topology) -> tuple[int, ...]:
 
 
 def _files(raw: Any) -> dict[str, FileEntry]:
-    return {name: Makers.file(entry) for name, entry in _named(checked_key, raw).items()}
+    return {name: _file(entry) for name, entry in _named(checked_key, raw).items()}
 
 
 def _texts(raw: Any) -> tuple[str, ...]:
-    return tuple(map(checked_text, checked(list, raw)))
+    texts = tuple(checked(list, raw))
+    if not "".join(texts).isascii():
+        for text in texts:
+            checked_text(text)
+    return texts
 
 
 def _parts(fields: Any) -> Parts:
@@ -448,11 +472,6 @@ def _seal(data: bytes) -> bytes:
     return _SEAL + b"%d}" % zlib.crc32(data)
 
 
-def _specs(fields: Any) -> dict[str, ParameterSpec]:
-    make = Makers()
-    return {name: make.spec(spec) for name, spec in _named(checked_text, fields).items()}
-
-
 def _read(data: bytes, kind: str) -> dict[str, Any]:
     try:
         fields = document.whole(data)
@@ -461,7 +480,7 @@ def _read(data: bytes, kind: str) -> dict[str, Any]:
         fault = f"({error}); the file was damaged or cut off" if other is None else f"but {other}"
         raise MalformedFile(f"not valid JSON {fault}") from error
     _check_kind(fields, kind)
-    return fields  # type: ignore[no-any-return]
+    return fields if fields["format_version"] == _VERSIONS[kind][-1] else _as_now(fields)
 
 
 def _check_kind(fields: Any, kind: str) -> None:

@@ -71,6 +71,26 @@ METRICS = {"loss": 2.25, "accuracy": None, "bits": -3.0}
 """What tells of the training: any finite numbers, and None for one that was not."""
 
 
+def as_before(document: dict[str, Any]) -> dict[str, Any]:
+    """An index of version 3 as version 1 or 2 had it, or a manifest of version 7 as version 6: without tables."""
+    fields = dict(document)
+    table = fields.pop("specifications")
+    fields["parameters"] = {name: table[number] for name, number in fields["parameters"].items()}
+    if fields["kind"] == "manifest":
+        return {**fields, "format_version": 6}
+    columns = fields["tensors"]
+    fields["tensors"] = [
+        {
+            "name": name, "file": columns["files"][file], "offset": offset, "crc32": crc32,
+            **dict(zip(("nbytes", "dtype", "shape", "pieces"), columns["forms"][form], strict=True)),
+        }
+        for name, file, form, offset, crc32 in zip(
+            *(columns[key] for key in ("name", "file", "form", "offset", "crc32")), strict=True
+        )
+    ]
+    return {**fields, "format_version": 2 if "mesh" in fields else 1}
+
+
 def sealed(document: dict[str, Any]) -> bytes:
     """A manifest with a valid digest, whatever else it says."""
     fields = {key: value for key, value in document.items() if key != "crc32"}

@@ -17,6 +17,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import (
     FileEntry,
     Manifest,
+    ParameterSpec,
     RankIndex,
     dump_index,
     dump_manifest,
@@ -24,8 +25,9 @@ from nxd_ckpt.core.manifest import (
     load_manifest,
     load_parameters,
 )
+from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.errors import MalformedFile
-from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS, SPECS, sealed
+from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS, SPECS, STEP, as_before, sealed
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -46,6 +48,30 @@ def test_an_index_is_read_back(index: RankIndex) -> None:
 def test_a_manifest_is_read_back(manifest: Manifest) -> None:
     """Every field: the map of a cluster whose ranks are in an order of their own, and the leaders of a mesh job."""
     assert manifest == load_manifest(dump_manifest(manifest), "manifest.json")
+
+
+@pytest.mark.parametrize("index", [INDEX, LEADERS_INDEX])
+def test_an_older_index_is_read(index: RankIndex) -> None:
+    """In versions 1 and 2 each tensor and parameter was an object."""
+    before = json.dumps(as_before(json.loads(dump_index(index)))).encode()
+    assert index == load_index(before, "index")
+    assert SPECS == load_parameters(before, "index")
+
+
+@pytest.mark.parametrize("manifest", [MANIFEST, MESH_MANIFEST])
+def test_an_older_manifest_is_read(manifest: Manifest) -> None:
+    """Up to version 6 each parameter was an object."""
+    assert manifest == load_manifest(sealed(as_before(json.loads(dump_manifest(manifest)))), "manifest.json")
+
+
+def test_what_tensors_have_in_common_is_there_once() -> None:
+    """Whoever made the objects: in an index forms and files are as many as differ, and specifications too."""
+    own = [STEP._replace(name=f"{number}", pieces=(Piece(Box((0,), (0,)), Box((0,), (0,))),)) for number in range(3)]
+    specs = {entry.name: ParameterSpec("float32", (2,), Partition()) for entry in own}
+    index = json.loads(dump_index(replace(INDEX, tensors=tuple(own), parameters=specs)))
+    counts = len(index["tensors"]["files"]), len(index["tensors"]["forms"]), len(index["specifications"])
+    assert (1, 1, 1) == counts
+    assert 1 == len(json.loads(dump_manifest(replace(MANIFEST, parameters=specs)))["specifications"])
 
 
 @pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": True}, {"loss": [1]}, [2.0], {"loss": 10**400}])
@@ -96,11 +122,11 @@ def test_what_is_no_document_is_refused(load: Callable[[bytes, str], object], da
 
 def test_a_newer_format_says_so() -> None:
     """A file of a later version is not damaged: the error says what to use."""
-    document = {**json.loads(dump_index(INDEX)), "format_version": 3}
-    with pytest.raises(MalformedFile, match="format_version 3, this nxd_ckpt reads 1, 2;"):
+    document = {**json.loads(dump_index(INDEX)), "format_version": 4}
+    with pytest.raises(MalformedFile, match="format_version 4, this nxd_ckpt reads 1, 2, 3;"):
         load_index(json.dumps(document).encode(), "index")
-    with pytest.raises(MalformedFile, match="format_version 7, this nxd_ckpt reads 1, 2, 3, 4, 5, 6;"):
-        load_manifest(sealed({**json.loads(dump_manifest(MANIFEST)), "format_version": 7}), "manifest.json")
+    with pytest.raises(MalformedFile, match="format_version 8, this nxd_ckpt reads 1, 2, 3, 4, 5, 6, 7;"):
+        load_manifest(sealed({**json.loads(dump_manifest(MANIFEST)), "format_version": 8}), "manifest.json")
 
 
 JUNK: st.SearchStrategy[Any] = st.sampled_from([None, True, -1, 1.5, "x", [], {}, [-1], [[0]], {"x": 1}, 2**70])
@@ -138,6 +164,7 @@ def read_or_refused(load: Callable[[bytes, str], Any], data: bytes) -> Any:
 def test_an_index_with_another_value_is_read_or_refused_by_name(data: st.DataObject, junk: Any) -> None:
     """Whatever stands in the place of a value, it is read as it is or refused by name: no other error escapes."""
     document = json.loads(dump_index(data.draw(st.sampled_from([INDEX, LEADERS_INDEX]))))
+    document = data.draw(st.sampled_from([document, as_before(document)]))
     changed = with_other(document, data.draw(st.sampled_from(paths_of(document))), junk)
     index = read_or_refused(load_index, json.dumps(changed).encode())
     if index is not None:
@@ -149,25 +176,57 @@ def test_an_index_with_another_value_is_read_or_refused_by_name(data: st.DataObj
 def test_a_manifest_with_another_value_is_read_or_refused_by_name(data: st.DataObject, junk: Any) -> None:
     """The same for a manifest whose digest was made to fit."""
     document = json.loads(dump_manifest(data.draw(st.sampled_from([MANIFEST, MESH_MANIFEST]))))
+    document = data.draw(st.sampled_from([document, as_before(document)]))
     changed = with_other(document, data.draw(st.sampled_from(paths_of(document))), junk)
     manifest = read_or_refused(load_manifest, sealed(changed))
     if manifest is not None:
         assert manifest == load_manifest(dump_manifest(manifest), "manifest.json")
 
 
-@pytest.mark.parametrize("key", sorted(json.loads(dump_index(INDEX))))
-def test_an_index_without_one_of_its_keys(key: str) -> None:
-    """Every key is needed."""
-    document = json.loads(dump_index(INDEX))
-    del document[key]
+DOCUMENT = json.loads(dump_index(INDEX))
+OLDER = as_before(DOCUMENT)
+KEYS = [
+    *((DOCUMENT, path) for path in paths_of(DOCUMENT) if path[0] not in ("files", "parameters")),
+    *((OLDER, path) for path in paths_of(OLDER) if path[0] == "tensors"),
+]
+
+
+@pytest.mark.parametrize(("document", "path"), [each for each in KEYS if isinstance(each[1][-1], str)])
+def test_an_index_without_one_of_its_keys(document: Any, path: tuple[Any, ...]) -> None:
+    """Every key is needed; only that of a partition may be missing, which has a default."""
+    if path[-2:-1] == ("partition",):
+        path = path[:-1]
+    parent = document = json.loads(json.dumps(document))
+    for key in path[:-1]:
+        parent = parent[key]
+    del parent[path[-1]]
     with pytest.raises(MalformedFile, match=r"^index: "):
         load_index(json.dumps(document).encode(), "index")
+
+
+@pytest.mark.parametrize("key", ["name", "file", "form", "offset", "crc32"])
+def test_columns_are_of_one_length(key: str) -> None:
+    """Else it would be open which digest is whose."""
+    for change in (list.pop, lambda column: column.append(column[0])):
+        document = json.loads(dump_index(INDEX))
+        change(document["tensors"][key])
+        with pytest.raises(MalformedFile, match=r"^index: malformed \(ValueError: "):
+            load_index(json.dumps(document).encode(), "index")
+
+
+@pytest.mark.parametrize("number", [-1, 2, True, 1.0, "1", None])
+def test_a_number_without_an_item_is_refused(number: Any) -> None:
+    """Of a file, a form or a specification: none is counted from the end, and nothing but integers counts."""
+    for path in (("tensors", "file", 0), ("tensors", "form", 0), ("parameters", "tokens")):
+        changed = with_other(DOCUMENT, path, number)
+        with pytest.raises(MalformedFile, match=r"^index: malformed"):
+            load_index(json.dumps(changed).encode(), "index")
 
 
 def test_a_piece_outside_its_tensor_is_refused() -> None:
     """A slice read there would give the bytes of another tensor."""
     document = json.loads(dump_index(INDEX))
-    document["tensors"][0]["pieces"][0][0] = [2, 0]
+    document["tensors"]["forms"][0][3][0][0] = [2, 0]
     with pytest.raises(MalformedFile, match=r"a piece at \[2:4, 0:3\] is not inside shape \(3, 3\)"):
         load_index(json.dumps(document).encode(), "index")
 
@@ -175,8 +234,8 @@ def test_a_piece_outside_its_tensor_is_refused() -> None:
 def test_digests_must_cover_the_tensor() -> None:
     """One CRC-32 per block: fewer would leave bytes unverified."""
     document = json.loads(dump_index(INDEX))
-    document["tensors"][0]["crc32"] = [7]
-    with pytest.raises(MalformedFile, match="expected 2 numbers, found 1"):
+    document["tensors"]["crc32"][0] = [7]
+    with pytest.raises(MalformedFile, match="4194308 bytes with 1 digests"):
         load_index(json.dumps(document).encode(), "index")
 
 

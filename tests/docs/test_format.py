@@ -109,15 +109,22 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 INDEX = "dp_rank_00_tp_rank_00_pp_rank_00.json"
 VOTE = "rank_00000.vote.json"
 
+
+def specification_of(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    manifest = found["manifest.json"]
+    wanted: dict[str, Any] = manifest["specifications"][manifest["parameters"][name]]
+    return wanted
+
+
 DOCUMENTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "`manifest.json`": lambda found: found["manifest.json"],
     "`manifest.json`: `topology`": lambda found: found["manifest.json"]["topology"],
     "`manifest.json`: `parts`": lambda found: found["manifest.json"]["parts"],
     "`manifest.json`: `timings`": lambda found: found["manifest.json"]["timings"],
-    "`parameters`: specification": lambda found: found["manifest.json"]["parameters"]["1.weight"],
-    "`parameters`: `partition`": lambda found: found["manifest.json"]["parameters"]["1.weight"]["partition"],
+    "`specifications`": lambda found: specification_of("1.weight", found),
+    "`specifications`: `partition`": lambda found: specification_of("1.weight", found)["partition"],
     "`index/*.json`": lambda found: found[INDEX],
-    "`index/*.json`: `tensors` entry": lambda found: found[INDEX]["tensors"][0],
+    "`index/*.json`: `tensors`": lambda found: found[INDEX]["tensors"],
     "`dcp_names.json`": lambda found: json.loads(DcpNames().to_json()),
     "`lease.json`": lambda found: found["lease.json"],
     "`heartbeat.json`": lambda found: found["heartbeat.json"],
@@ -162,9 +169,10 @@ def test_containers_are_as_described(written: Written) -> None:
         assert [*data, *others] == [record.filename for record in records]
         assert {zipfile.ZIP_STORED} == {record.compress_type for record in records}
     tensors = written.documents[INDEX]["tensors"]
-    misaligned = [entry for entry in tensors if entry["offset"] % (4096 if entry["nbytes"] >= 64 * 1024 else 64)]
-    assert [] == misaligned
-    assert max(entry["nbytes"] for entry in tensors) >= 64 * 1024
+    nbytes = [tensors["forms"][form][0] for form in tensors["form"]]
+    places = zip(tensors["offset"], nbytes, strict=True)
+    assert {0} == {offset % (4096 if size >= 64 * 1024 else 64) for offset, size in places}
+    assert max(nbytes) >= 64 * 1024
 
 
 def test_file_digests_are_of_all_bytes(written: Written) -> None:
@@ -189,8 +197,10 @@ def test_the_reader_in_the_document_refuses_changed_bytes(written: Written, tmp_
     namespace: dict[str, Any] = {}
     for block in code_blocks(FORMAT, "python"):
         exec(compile(block, str(FORMAT), "exec"), namespace)
-    (entry,) = [entry for entry in written.documents[INDEX]["tensors"] if entry["name"] == "model/0.weight"]
-    for number, (file, offset) in enumerate([(entry["file"], entry["offset"]), (f"index/{INDEX}", 100)]):
+    tensors = written.documents[INDEX]["tensors"]
+    at = tensors["name"].index("model/0.weight")
+    place = tensors["files"][tensors["file"][at]], tensors["offset"][at]
+    for number, (file, offset) in enumerate([place, (f"index/{INDEX}", 100)]):
         copy = tmp_path / str(number)
         for source in filter(Path.is_file, written.tag.rglob("*")):
             target = copy / source.relative_to(written.tag)

@@ -109,7 +109,7 @@ def test_an_index_that_names_a_file_outside(tmp_path: Path, where: str, name: st
         if where == "files":
             document["files"] = {name: [4, zlib.crc32(b"hers")]}
         else:
-            document["tensors"][0]["file"] = name
+            document["tensors"]["files"][0] = name
 
     reseal(tag, rename)
     (problem, *_) = verify_checkpoint(tmp_path / "run", "one").problems

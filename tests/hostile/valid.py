@@ -20,12 +20,14 @@ from nxd_ckpt.core.manifest import FileEntry, dump_index, dump_manifest
 from nxd_ckpt.core.votes import Verdict, Vote, dump
 from nxd_ckpt.formats.tensors import TensorReference
 from nxd_ckpt.storage.archive.archive_storage import END, MEMBER_LIST, dump_members
-from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS
+from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS, as_before, sealed
 from tests.formats.helpers import saved
 from tests.formats.pickles import named, text
 
 INDEXES = [dump_index(INDEX), dump_index(LEADERS_INDEX)]
+INDEXES += [json.dumps(as_before(json.loads(one))).encode() for one in INDEXES]
 MANIFESTS = [*map(dump_manifest, (MANIFEST, MESH_MANIFEST, replace(MANIFEST, metrics=METRICS)))]
+MANIFESTS += [sealed(as_before(json.loads(one))) for one in MANIFESTS[:2]]
 
 _CHUNK = DcpChunk(("model", 0), "float32", (4, 2), (0, 0), (2, 2), "__0_0.distcp", 0, 16)
 _PLAN = {"tag": "step_3", "topology": "dp=4", "model": True}

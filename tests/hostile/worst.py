@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import count
 
 from nxd_ckpt.core import limits
-from tests.core.documents import sealed
+from tests.core.documents import as_before, sealed
 from tests.formats.pickles import EMPTY_STORAGE, named, text
 from tests.hostile import valid
 from tests.hostile.findings import REBUILD, array, number
@@ -150,10 +150,27 @@ def _records(nbytes: int) -> dict[str, bytes]:
 
 def _sealed_parameters(nbytes: int) -> bytes:
     document = json.loads(valid.MANIFESTS[0])
+    return sealed({**document, "parameters": {f"{index}": 0 for index in range(nbytes // 13)}})
+
+
+def _sealed_specifications(nbytes: int) -> bytes:
+    document = json.loads(valid.MANIFESTS[0])
+    spec = document["specifications"][0]
+    return sealed({**document, "specifications": [spec] * (nbytes // len(json.dumps(spec)))})
+
+
+def _older_parameters(nbytes: int) -> bytes:
+    document = as_before(json.loads(valid.MANIFESTS[0]))
     name, spec = next(iter(document["parameters"].items()))
     each = len(json.dumps(spec)) + len(name) + 12
-    document["parameters"] = {f"{name}{index}": spec for index in range(nbytes // each)}
-    return sealed(document)
+    return sealed({**document, "parameters": {f"{name}{index}": spec for index in range(nbytes // each)}})
+
+
+def _forms(nbytes: int) -> bytes:
+    document = json.loads(valid.INDEXES[0])
+    form = document["tensors"]["forms"][0]
+    document["tensors"]["forms"] = [form] * (nbytes // len(json.dumps(form)))
+    return json.dumps(document).encode()
 
 
 def _safetensors(nbytes: int) -> bytes:
@@ -218,8 +235,17 @@ _DOCUMENTS: dict[str, _Maker] = {
 
 _BY_READER: dict[str, dict[str, _Maker]] = {
     "pickle": _PICKLES,
-    "index": {**_DOCUMENTS, "files": _json('{"format_version":1,"kind":"rank_index","files":[', "[0,0]", "]}")},
-    "manifest": {**_DOCUMENTS, "parameters": _sealed_parameters},
+    "index": {
+        **_DOCUMENTS,
+        "files": _json('{"format_version":1,"kind":"rank_index","files":[', "[0,0]", "]}"),
+        "forms": _forms,
+    },
+    "manifest": {
+        **_DOCUMENTS,
+        "parameters": _sealed_parameters,
+        "specifications": _sealed_specifications,
+        "older parameters": _older_parameters,
+    },
     **dict.fromkeys(("vote", "verdict", "lease", "journal", "intent", "weight map", "digests"), _DOCUMENTS),
     "config.json": {**_DOCUMENTS, "layers": _layers},
     "mapping": _at_most(limits.MAPPING, {**_DOCUMENTS, "a long pattern": _long_pattern}),

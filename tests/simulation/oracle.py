@@ -77,9 +77,11 @@ def value_of(storage: Storage, tag: str) -> int:
         for name, (size, crc) in index["files"].items():
             data = storage.read(f"{tag}/{name}")
             assert (size, crc) == (len(data), zlib.crc32(data)), f"{tag}/{name} is not what its index says"
-        (weight,) = (tensor for tensor in index["tensors"] if tensor["name"] == "model/weight")
-        data = storage.read(f"{tag}/{weight['file']}")
-        numbers = set(array("f", data[weight["offset"] : weight["offset"] + weight["nbytes"]]))
+        tensors = index["tensors"]
+        at = tensors["name"].index("model/weight")
+        data = storage.read(f"{tag}/{tensors['files'][tensors['file'][at]]}")
+        offset, nbytes = tensors["offset"][at], tensors["forms"][tensors["form"][at]][0]
+        numbers = set(array("f", data[offset : offset + nbytes]))
         parts = {rank} if len(manifest["ranks"]) == 2 else {0, 1}  # of one rank: it holds both parts
         assert {number % 10 for number in numbers} == parts, f"{tag}: rank {rank} has {numbers}, expected {parts}"
         values.update(int(number) // 10 for number in numbers)

@@ -35,7 +35,7 @@ from nxd_ckpt.prune import prune_checkpoints
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.verify import verify_checkpoint
-from tests.core.documents import sealed
+from tests.core.documents import as_before, sealed
 from tests.protocol.states import visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -120,7 +120,7 @@ def test_tags_of_older_versions_are_ours_and_in_their_places(tmp_path: Path, old
         save(tmp_path / "run", step)
     for step in (1, 2):
         manifest, done = (tmp_path / "run" / f"step_{step}" / name for name in ("manifest.json", "done"))
-        manifest.write_bytes(sealed({**json.loads(manifest.read_bytes()), **old}))
+        manifest.write_bytes(sealed({**as_before(json.loads(manifest.read_bytes())), **old}))
         status = done.stat()
         done.write_bytes(b"1")
         os.utime(done, ns=(status.st_atime_ns, status.st_mtime_ns))

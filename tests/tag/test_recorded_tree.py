@@ -73,8 +73,9 @@ def with_tree(change: Callable[[Any], Any]) -> Callable[[Fields], None]:
     return changed
 
 
-def with_entry(**values: Any) -> Callable[[Fields], None]:
-    return lambda fields: fields["tensors"][0].update(values)
+def with_form(*form: Any) -> Callable[[Fields], None]:
+    """``form``: number of bytes, dtype, shape and pieces."""
+    return lambda fields: fields["tensors"]["forms"].__setitem__(0, form)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +87,9 @@ def with_entry(**values: Any) -> Callable[[Fields], None]:
         with_tree(lambda tree: {name: ["tensor", [1, 1, 1, 1, 1, 1], False] for name in tree}),
         with_tree(lambda tree: dict.fromkeys(tree, 1)),
         with_tree(lambda tree: []),
-        with_entry(shape=[1000], pieces=None),
-        with_entry(dtype="float64"),
-        with_entry(offset=2**40),
+        with_form(24, "float32", [1000], None),
+        with_form(24, "float64", [6], None),
+        lambda fields: fields["tensors"]["offset"].__setitem__(0, 2**40),
         lambda fields: fields.update(trees=[1]),
         lambda fields: fields.update(trees={"../elsewhere": {}}),
     ],
