@@ -10,8 +10,9 @@ import torch
 from nxd_ckpt.errors import HostExhausted, InvalidArgument
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, itemsize
 
-TENSORS = (torch.Tensor, TensorStub, Assembly)
-"""Types of tensors, torch's own and their stand-ins."""
+TENSORS = (TensorStub, Assembly, torch.Tensor)
+"""Types of tensors, torch's own and their stand-ins. Torch's last: to ask it of another object takes ten times as long.
+"""
 
 
 def is_shards(tensor: torch.Tensor) -> bool:

@@ -412,7 +412,7 @@ def torch_class(name: str) -> Any:
 
 def tensor_types() -> tuple[Any, ...]:
     """Return the types of tensors, torch's own and their stand-ins."""
-    return torch_class("Tensor"), TensorStub, Assembly
+    return TensorStub, Assembly, torch_class("Tensor")
 
 
 def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tuple[Path, Any]]:
@@ -519,7 +519,7 @@ def _like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 def is_tensor(leaf: Any) -> bool:
     """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's."""
-    if isinstance(leaf, tensor_types()):
+    if isinstance(leaf, (TensorStub, Assembly, torch_class("Tensor"))):
         return True
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
 

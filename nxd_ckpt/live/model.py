@@ -19,7 +19,7 @@ from nxd_ckpt.core.suggestions import ShapeProblems, size_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.state import ModelState, StateTensor
 from nxd_ckpt.formats.strides import Stride
-from nxd_ckpt.formats.tensors import Path, dtype_name, form_of, is_tensor, itemsize, iter_tensors
+from nxd_ckpt.formats.tensors import Path, TensorStub, dtype_name, form_of, is_tensor, itemsize, iter_tensors
 from nxd_ckpt.live.dtensor import PLAIN, is_dtensor, like, local_of, placed_of
 from nxd_ckpt.live.frozen import Frozen
 from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root, set_extra_state
@@ -111,17 +111,16 @@ class ModelAdapter:
 
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
         """Return the specifications of this rank's parameters and buffers, by name. Raises as `capture` does."""
-        ties = self._ties
-        specs = dict[str, ParameterSpec]()
+        ties, specs = self._ties, dict[str, ParameterSpec]()
         for name, tensor in self._tensors.items():
             if not _is_extra_state(name):
-                spec, dtype = spec_of(self.attributed(name), tp), dtype_name(tensor.dtype)
-                specs[name] = spec if spec.dtype == dtype else replace(spec, dtype=dtype)
+                spec = spec_of(own := self.attributed(name), tp)
+                specs[name] = spec if own is tensor else replace(spec, dtype=dtype_name(tensor.dtype))
         for name, cut in self.layer_cuts(tp).items():
             if name in specs:
                 told = {"explicit": False} if cut is None else {"partition": cut, "explicit": cut.known}
                 specs[name] = replace(specs[name], **told)
-        return {name: replace(spec, tie=ties[name]) if name in ties else spec for name, spec in specs.items()}
+        return specs | {name: replace(specs[name], tie=tie) for name, tie in ties.items() if name in specs}
 
     def attributed(self, name: str) -> torch.Tensor:
         """Return the live tensor that has NxD's attributes for ``name``."""
@@ -227,7 +226,7 @@ class ModelAdapter:
 
     def materialize(self, names: Iterable[str]) -> None:
         """Give those of ``names`` that are on the meta device uninitialised memory on the CPU."""
-        for name in names:
+        for name in names if self._may_be_meta else ():
             if name in self._tensors and self._tensors[name].is_meta:  # of tied names, at the first
                 materialize(self._tensors[name])
 
@@ -583,6 +582,8 @@ def _find_ties(tensors: Mapping[str, torch.Tensor], begins: Mapping[str, int]) -
 def _check_form(name: str, saved: Any, live: Any) -> None:
     if not isinstance(live, torch.Tensor):
         return
+    if isinstance(saved, TensorStub) and saved.dtype == dtype_name(live.dtype) and saved.shape == live.shape:
+        return  # as nearly all are
     if not is_tensor(saved):
         raise DtypeMismatch(f"model/{name}: saved as {type(saved).__name__}, the live one is {live.dtype}")
     (saved_dtype, saved_shape), (dtype, shape) = form_of(saved), form_of(live)

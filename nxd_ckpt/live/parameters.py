@@ -62,7 +62,7 @@ def traits_of(tensor: torch.Tensor) -> Hashable:
 
 def has_address(tensor: torch.Tensor) -> bool:
     """Return whether its memory address is known: not for XLA's lazy tensors, nor for tensors without memory."""
-    return tensor.numel() > 0 and not tensor.is_meta and not torch_xla.is_xla(tensor)
+    return tensor.numel() > 0 and (tensor.is_cpu or not (tensor.is_meta or torch_xla.is_xla(tensor)))
 
 
 def plain_address(tensor: torch.Tensor) -> int:
@@ -91,7 +91,7 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
         return None
     different = {memory_of(tensor): name for name, tensor in reversed(list(tensors.items()))}
     spans = sorted((*_span(tensors[name]), name) for name in different.values())
-    open_: list[tuple[tuple[str, int], int, str]] = []
+    open_: list[tuple[str, int, str]] = []
     for device, begin, end, name in spans:
         open_ = [span for span in open_ if span[0] == device and span[1] > begin]
         for _, _, earlier in open_:
@@ -108,11 +108,12 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _span(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
+def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
     """Return the device, and the first byte in memory and the one after the last."""
-    begin, device = tensor.data_ptr(), tensor.device
-    nbytes = tensor.nbytes if tensor.is_contiguous() else _reach(tensor) * tensor.element_size()
-    return (device.type, device.index or 0), begin, begin + nbytes
+    begin = tensor.data_ptr()
+    nbytes = tensor.nbytes if tensor.is_contiguous() else _reach(tensor) * tensor.itemsize
+    device = "cpu" if tensor.is_cpu else str(tensor.device)  # whose text takes as long as all the rest
+    return device, begin, begin + nbytes
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ _DRAWS = 100_000
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "xla"
+    return bool(tensor.is_xla)  # type: ignore[attr-defined]  # torch does not declare it
 
 
 def is_spmd() -> bool:

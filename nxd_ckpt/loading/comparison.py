@@ -44,8 +44,9 @@ Digests = Callable[[Leaf, str], int | None]
 
 def recorded_digest(leaf: Leaf) -> int | None:
     """Return the digest of exactly this tensor, row-major, in the tag; None if it has none."""
-    is_whole = isinstance(leaf, TensorStub) and leaf.is_contiguous and leaf.nbytes == leaf.storage.nbytes
-    return leaf.storage.crc32 if isinstance(leaf, TensorStub) and is_whole else None
+    if isinstance(leaf, TensorStub) and leaf.is_contiguous and leaf.nbytes == leaf.storage.nbytes:
+        return leaf.storage.crc32
+    return None
 
 
 class Witness:

@@ -70,7 +70,7 @@ class Delivery:
     def into(self, leaf: Leaf, memory: torch.Tensor) -> None:
         begin = memory.data_ptr()
         span = begin, begin + memory.nbytes
-        at = bisect_right(self._spans, span)
+        at = bisect_right(self._spans, span) if self._spans and span < self._spans[-1] else len(self._spans)
         if self._overlaps(span, at):  # two names of one memory: the later one wins
             self._reader.finish()
             self._spans.clear()

@@ -147,13 +147,12 @@ def require_kinds(
 
     Extra state of a module may be None, or an object of its own, in either.
     """
-    for name in live.keys() & saved.keys():
-        if isinstance(live[name], TENSORS) and isinstance(saved[name], TENSORS):  # as nearly all are
+    for name, value in saved.items():
+        if name not in live or (isinstance(value, TENSORS) and isinstance(live[name], TENSORS)):  # as nearly all are
             continue
-        expected, found = _kind_of(live[name]), _kind_of(saved[name])
+        expected, found = _kind_of(live[name]), _kind_of(value)
         if expected is not None and found not in (None, expected):
-            value = shown(saved[name])
-            raise refused(f"{where}: model/{name} was saved as {found}, {value}; the live one is {expected}")
+            raise refused(f"{where}: model/{name} was saved as {found}, {shown(value)}; the live one is {expected}")
 
 
 def _kind_of(value: Any) -> str | None:
