@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from nxd_ckpt import close_checkpointers, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError, IncompatibleState, MalformedFile, UnsupportedState
@@ -202,14 +203,14 @@ def test_a_scaler_that_is_disabled_on_one_side_is_refused_before_anything_change
     """A disabled one keeps no state: torch drops what was saved, or refuses when the model is loaded already."""
     model, optimizer, _ = live()
     parts = {"model": model, "optimizer": optimizer}
-    save_checkpoint(tmp_path, "t", state={**parts, "scaler": torch.amp.GradScaler("cpu", enabled=saved)})
+    save_checkpoint(tmp_path, "t", state={**parts, "scaler": GradScaler("cpu", enabled=saved)})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     with pytest.raises(CheckpointError, match="GradScaler does not take"):
-        load_checkpoint(tmp_path, "t", state={**parts, "scaler": torch.amp.GradScaler("cpu", enabled=not saved)})
+        load_checkpoint(tmp_path, "t", state={**parts, "scaler": GradScaler("cpu", enabled=not saved)})
     assert not any(parameter.any() for parameter in model.parameters())
-    scaler = torch.amp.GradScaler("cpu", enabled=saved, init_scale=2.0)
+    scaler = GradScaler("cpu", enabled=saved, init_scale=2.0)
     load_checkpoint(tmp_path, "t", state={**parts, "scaler": scaler})
     assert (2.0**16 if saved else 1.0) == scaler.get_scale()
     close_checkpointers()
