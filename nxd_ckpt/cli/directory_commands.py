@@ -33,7 +33,7 @@ def _run(args: argparse.Namespace) -> int:
     document = directory_document(args.dir, args.storage_options)
     width = None if args.wide else text.width()
     text.show(document, _lines(document, width), as_json=args.json, wide=args.wide)
-    return 0 if document["tags"] else 1
+    return 0
 
 
 def _lines(document: dict[str, Any], width: int | None) -> Iterator[str]:
@@ -95,7 +95,7 @@ LIST = Command(
         "List the tags in a checkpoint directory, oldest first, in the order in which they became visible, including "
         "tags of neuronx-distributed 0.1 to 0.18, whose SAVED is the time of their file 'done'. For incomplete tags, "
         "which no load accepts, it shows what they lack. Metrics are those that were passed to the save. Columns that "
-        "do not fit the terminal are left out. Exit code 1 if there is no tag."
+        "do not fit the terminal are left out."
     ),
     operands=(("DIR", "what is passed to save_checkpoint: a directory or URL"),),
     switches={"--wide": "show all columns, whatever the width of the terminal"},

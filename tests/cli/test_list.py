@@ -132,9 +132,9 @@ def test_what_an_incomplete_tag_lacks_is_said(run: Run, golden: Path, tmp_path: 
 
 
 def test_an_empty_directory_holds_no_checkpoints(run: Run, tmp_path: Path) -> None:
-    """That is an answer, not an error; as with verify, the exit code tells scripts that there is no tag."""
+    """That is an answer, not an error."""
     outcome = run("list", tmp_path)
-    assert (1, f"{tmp_path}: no checkpoints; it is empty or absent\n") == (outcome.code, outcome.out)
+    assert (0, f"{tmp_path}: no checkpoints; it is empty or absent\n") == (outcome.code, outcome.out)
     document = run("list", tmp_path, "--json").document
     assert ([], None) == (document["tags"], document["latest"])
 
@@ -143,7 +143,7 @@ def test_a_directory_of_something_else_is_described(run: Run, tmp_path: Path) ->
     """What is there instead is named."""
     (tmp_path / "logs").mkdir()
     outcome = run("list", tmp_path)
-    assert (1, f"{tmp_path}: no checkpoints; it holds 'logs' (not a checkpoint)\n") == (outcome.code, outcome.out)
+    assert (0, f"{tmp_path}: no checkpoints; it holds 'logs' (not a checkpoint)\n") == (outcome.code, outcome.out)
 
 
 def test_a_tag_is_no_directory_of_tags(run: Run, examples: Path) -> None:

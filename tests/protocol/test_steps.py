@@ -61,7 +61,7 @@ def test_a_number_is_the_step_of_any_name(tmp_path: Path) -> None:
             saver.save(tag, state(value))
         assert [7, 8] == saver.all_steps()
     assert ["ep1-step7", "8"] == [open_checkpoint(tmp_path, step).tag for step in (7, 8)]
-    with pytest.raises(CheckpointNotFound, match="no tag '9'; it holds"):
+    with pytest.raises(CheckpointNotFound, match=r"no tag '9' \(the nearest: '8', 'step_8'\); it holds"):
         open_checkpoint(tmp_path, 9)
 
 
