@@ -79,6 +79,11 @@ def _text(begin: str, character: str, end: str) -> _Maker:
     return lambda nbytes: (begin + character * (nbytes - len(begin) - len(end)) + end).encode()
 
 
+def _twice(nbytes: int) -> bytes:
+    names = [*(f"{index}" for index in range(nbytes // 12)), "x", "x"]
+    return ("{" + ",".join(f'"{name}":0' for name in names) + "}").encode()
+
+
 def _archive_of(*members: tarfile.TarInfo) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -231,6 +236,7 @@ _DOCUMENTS: dict[str, _Maker] = {
     "lists": _json("[", "[]", "]"),
     "objects": _json('{"a":[', '{"a":1}', "]}"),
     "a float of digits": _text('{"x":0.', "1", "}"),
+    "a name twice, after many": _twice,
 }
 
 _BY_READER: dict[str, dict[str, _Maker]] = {
