@@ -113,9 +113,11 @@ def drain_and_die(rank: int, path: Path, victim: int) -> bool:
     def die(operation: Operation) -> None:
         asked.extend([operation.key] * (operation.name == "write_at" and "/model/" in operation.key))
         if rank == victim and len(asked) == 2:
+            until(lambda: len([*path.glob("begun_*")]) == RANKS)  # a rank that begins needs all hosts
             os.kill(os.getpid(), signal.SIGKILL)
 
     launch = drainer(rank, path, die)
+    (path / f"begun_{rank}").touch()
     until((path / "far" / "step_1" / "done").exists)
     launch.abandon()
     return True
