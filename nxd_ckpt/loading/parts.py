@@ -195,7 +195,7 @@ def require_taken(live: Any, saved: Any, where: str, refused: type[CheckpointErr
 
 def _check_class(live: Any, saved: Any, where: str, refused: type[CheckpointError]) -> None:
     """Raise ``refused`` if the options of one of torch's schedulers, or of those inside it, were not saved."""
-    if not isinstance(saved, Mapping):
+    if not isinstance(saved, Mapping) or type(live).__module__ not in _TORCHS:
         return
     expected, found = ([option for option in _OPTIONS if option in state] for state in (live.state_dict(), saved))
     inner, inside = getattr(live, "_schedulers", []), saved.get("_schedulers")
