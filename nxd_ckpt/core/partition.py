@@ -192,7 +192,7 @@ class Partition(Options):
             )
 
     def __str__(self) -> str:
-        """As a caller writes it in JSON."""
+        """Return the JSON by which a caller describes it."""
         return dumps(self.to_json())
 
     @property

@@ -78,8 +78,8 @@ class Best(Options):
 
     def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
         sign = 1 if self.mode == "min" else -1
-        found = enumerate(self.value(metrics.get(info.tag, {})) for info in tags)
-        measured = {place: sign * value for place, value in found if value is not None}
+        values = enumerate(self.value(metrics.get(info.tag, {})) for info in tags)
+        measured = {place: sign * value for place, value in values if value is not None}
         best = sorted(measured, key=lambda place: (measured[place], -place))[: self.count]
         before = min(measured) if len(measured) >= self.count else len(tags)
         return [tags[place] for place in (*best, *(place for place in range(before) if place not in measured))]

@@ -96,9 +96,12 @@ class _Installation:
             self._set(names, name, f"{names['__name__']}.{name}", ours[id(original)])
         replaced = self._replaced[before:]
         _warn_of_unreachable(filter(isfunction, dict.fromkeys(one.original for one in replaced)))
-        later = [f"{'the others' if replaced else 'all of them'} once they are imported"]
-        has_later = any(name not in sys.modules for name in _OURS)
-        return [one.place for one in replaced] + later * has_later if replaced or is_first else []
+        if not (replaced or is_first):
+            return []
+        places = [one.place for one in replaced]
+        if not _OURS.keys() <= sys.modules.keys():
+            places.append(f"{'the others' if replaced else 'all of them'} once they are imported")
+        return places
 
     def end(self) -> None:
         """Put back what was there, where it is still ours."""

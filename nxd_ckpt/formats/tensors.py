@@ -519,7 +519,7 @@ def _like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 def is_tensor(leaf: Any) -> bool:
     """Return whether ``leaf`` is a tensor or a saved one's stand-in: it has dtype and shape, and is not NumPy's."""
-    if isinstance(leaf, (TensorStub, Assembly, torch_class("Tensor"))):
+    if isinstance(leaf, tensor_types()):
         return True
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not hasattr(leaf, "__array__")
 

@@ -197,14 +197,17 @@ def _check_class(live: Any, saved: Any, where: str, refused: type[CheckpointErro
     """Raise ``refused`` if the options of one of torch's schedulers, or of those inside it, were not saved."""
     if not isinstance(saved, Mapping) or type(live).__module__ not in _TORCHS:
         return
-    expected, found = ([option for option in _OPTIONS if option in state] for state in (live.state_dict(), saved))
+    own_options, saved_options = (
+        [option for option in _OPTIONS if option in state] for state in (live.state_dict(), saved)
+    )
     inner, inside = getattr(live, "_schedulers", []), saved.get("_schedulers")
     states = inside if isinstance(inside, list) else []
-    if (expected, len(inner)) != (found, len(states)):
+    if (own_options, len(inner)) != (saved_options, len(states)):
         raise refused(
             f"scheduler: the live {type(live).__name__} does not take the state in {where}: it has "
-            f"{listed(expected, ())} and {len(inner)} schedulers inside, that of the save {listed(found, ())} and "
-            f"{len(states)}. Pass one of the class that was saved, or leave it out with scheduler=None"
+            f"{listed(own_options, ())} and {len(inner)} schedulers inside, that of the save "
+            f"{listed(saved_options, ())} and {len(states)}. Pass one of the class that was saved, or leave it out "
+            "with scheduler=None"
         )
     for one, state in zip(inner, states, strict=True):
         _check_class(one, state, where, refused)

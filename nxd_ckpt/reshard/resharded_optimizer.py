@@ -126,8 +126,8 @@ class ReshardedOptimizer:
             ShapeMismatch, TopologyMismatch, IncompatibleState: a tensor cannot be recut; the message says why.
         """
         slots = [replace(slot, spec=self._context.live_spec(slot.name, slot.spec)) for slot in form.slots]
-        found = self._find(slot.name for slot in slots if not covers(f"optim/{slot.name}"))
-        matches = [found.get(slot.name) for slot in slots]
+        by_name = self._find(slot.name for slot in slots if not covers(f"optim/{slot.name}"))
+        matches = [by_name.get(slot.name) for slot in slots]
         entries: dict[Any, Any] = {}
         masters: dict[int, Any] = {}
         for index, (slot, saved) in enumerate(zip(slots, matches, strict=True)):

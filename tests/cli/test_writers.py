@@ -169,7 +169,7 @@ def test_more_tensor_parallel_ranks_for_what_nothing_cuts(run: Run, tmp_path: Pa
 
 @pytest.mark.parametrize("source", ["hf", "dcp", "plain.pt"])
 def test_whole_copies_of_what_another_program_saved(run: Run, models: Path, tmp_path: Path, source: str) -> None:
-    """As of a tag, it is said that nothing was cut."""
+    """A warning says that nothing was cut, which a tag gets too."""
     if source == "plain.pt":
         torch.save({"w": torch.arange(6.0)}, tmp_path / source)
     place = tmp_path if source == "plain.pt" else models
@@ -193,7 +193,7 @@ def test_whole_copies_are_exported_as_one(run: Run, models: Path, tmp_path: Path
 
 @pytest.mark.parametrize("parts", [{}, {"num_partitions": 2}], ids=["", "num_partitions"])
 def test_cuts_of_what_another_program_saved(run: Run, tmp_path: Path, parts: dict[str, int]) -> None:
-    """As the help shows them: into as many parts as the tag has tensor-parallel ranks, whether that is said or not."""
+    """Cuts are written by the help's example: into as many parts as the tag has tensor-parallel ranks, said or not."""
     torch.save({"w": torch.arange(6.0)}, tmp_path / "plain.pt")
     (tmp_path / "cuts.json").write_text(json.dumps({"w": {"partition_dim": 0, **parts}}))
     words = ("convert", "--to", "tag", tmp_path / "plain.pt", tmp_path / "out", "--partitions", tmp_path / "cuts.json")

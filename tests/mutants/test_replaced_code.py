@@ -17,7 +17,7 @@ BEFORE, AFTER = (compile(f"def answer(): return {number}", "changed.py", "exec")
 
 @pytest.fixture
 def frozen() -> Iterator[None]:
-    """What exists when a test runs is out of the collector's sight: see tests/conftest.py."""
+    """Keep from the collector again all that a test let it see: tests/conftest.py does so after each file."""
     yield
     gc.freeze()
 

@@ -372,8 +372,8 @@ def test_a_pin_that_comes_too_late_is_refused(five: Path, monkeypatch: pytest.Mo
 
 
 def test_tags_without_metrics_follow_other_rules(tmp_path: Path) -> None:
-    """Those that were saved before metrics were given, and NxD's, are not removed for a metric: it is not known. Those
-    of a run that validates less often than it saves are."""
+    """Tags from before metrics were given, and NxD's, are not removed for a metric, as it is not known. Later ones, of
+    a run that validates less often than it saves, are."""
     for tag in ("a", "b"):
         save_checkpoint(tmp_path, tag, STATE)
     for name in ("checkpoint", "done"):
