@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import nxd_ckpt
-from nxd_ckpt.coordination import paths
+from nxd_ckpt.coordination import control_files as keys
 from nxd_ckpt.core import names
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
@@ -112,16 +112,16 @@ class Job:
 
     def attempts(self) -> list[str]:
         """Saves in flight: each has a hidden staging directory, or in a store a note of its intent there."""
-        return [entry.name for entry in self.storage.list(paths.STAGING)]
+        return [entry.name for entry in self.storage.list(keys.STAGING)]
 
     def is_written(self, attempt: str, file: str) -> bool:
         """Whether a rank writes this file just now. In a store nothing shows until it has: there it may."""
-        return not self.storage.renames or self.storage.is_file(f"{paths.staging_dir(attempt)}/{file}")
+        return not self.storage.renames or self.storage.is_file(f"{keys.staging_dir(attempt)}/{file}")
 
     def voters(self, attempt: str) -> list[int]:
         """Ranks that have brought their part of a save to disk."""
-        votes = {entry.name for entry in self.storage.list(paths.votes_dir(attempt))}
-        return [rank for rank in range(RANKS) if Path(paths.rank_file(attempt, rank, "vote")).name in votes]
+        votes = {entry.name for entry in self.storage.list(keys.votes_dir(attempt))}
+        return [rank for rank in range(RANKS) if Path(keys.rank_file(attempt, rank, "vote")).name in votes]
 
     def must_succeed(self) -> None:
         code = self.wait()

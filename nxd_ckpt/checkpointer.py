@@ -20,7 +20,7 @@ from nxd_ckpt.coordination.at_exit import ClosesUnheld, close_at_exit, counts_at
 from nxd_ckpt.coordination.environment import require_all_ranks, topology_of, versions
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
-from nxd_ckpt.coordination.schedule import Schedule
+from nxd_ckpt.coordination.stopping import Schedule
 from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.tags import Tag, step_of, validate_tag

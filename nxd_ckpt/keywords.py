@@ -7,16 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from nxd_ckpt.core.arguments import Count
-from nxd_ckpt.core.filtering import IgnoreKeys
 from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.core.name_patterns import IgnoreKeys
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain
-from nxd_ckpt.core.tag_templates import TagValues
+from nxd_ckpt.core.tags import TagValues
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.options.checkpointer_options import Notice, OnFailure
-from nxd_ckpt.options.conversion import Form, NamesOf, OptimizerForm, Strategy, StrategyName
+from nxd_ckpt.options.conversion import (
+    Dtype,
+    Form,
+    MappingSpec,
+    NamesOf,
+    OptimizerForm,
+    Release,
+    Strategy,
+    StrategyName,
+)
 from nxd_ckpt.options.execution import Names, SavedNames, Verify
-from nxd_ckpt.options.hugging_face import Dtype, MappingSpec, Release
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 
 Size = int | str

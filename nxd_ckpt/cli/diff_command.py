@@ -72,7 +72,7 @@ def _side(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _tensor(difference: TensorDifference) -> dict[str, Any]:
-    from nxd_ckpt.cli.values import plain
+    from nxd_ckpt.cli.inspection import plain
 
     return {
         "name": difference.name,
@@ -94,7 +94,7 @@ def _form(tensor: GlobalTensor | None) -> dict[str, Any] | None:
 
 
 def _value(difference: ValueDifference) -> dict[str, Any]:
-    from nxd_ckpt.cli.values import short
+    from nxd_ckpt.cli.inspection import short
     from nxd_ckpt.examine.diff import ABSENT
 
     a, b = (None if value is ABSENT else short(value) for value in (difference.a, difference.b))

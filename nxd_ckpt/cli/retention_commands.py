@@ -14,7 +14,7 @@ from nxd_ckpt.core.retention_rules import Best, Every, Last, Rule, Within
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument
-from nxd_ckpt.options.tags import PruneOptions
+from nxd_ckpt.options.execution import PruneOptions
 
 _UNITS = {"d": "days", "h": "hours", "min": "minutes"}
 

@@ -12,7 +12,7 @@ from nxd_ckpt.cli.command import Command, add_alias, options_of
 from nxd_ckpt.core import units
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.conversion import ConvertOptions
-from nxd_ckpt.options.tags import CopyOptions
+from nxd_ckpt.options.execution import CopyOptions
 from nxd_ckpt.storage.urls import directory_and_name
 
 Lines = Callable[[dict[str, Any]], Iterator[str]]

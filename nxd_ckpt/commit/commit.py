@@ -20,7 +20,7 @@ from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
-from nxd_ckpt.coordination.paths import STAGING, VOTES, staging_dir, votes_dir
+from nxd_ckpt.coordination.control_files import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
     FileEntry,
@@ -39,9 +39,8 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.directory import SurveyedStorage, list_tags, surveyed
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
-from nxd_ckpt.tag.surveyed import SurveyedStorage, surveyed
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -25,14 +25,14 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.control_files import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.guests import remove_all_but_guests
-from nxd_ckpt.coordination.paths import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.replacement import not_undone
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import DirEntry, Storage, Writer
 from nxd_ckpt.tag.directory import clash
-from nxd_ckpt.tag.order import FOREIGN_MARK, manifest_of, mark_of
+from nxd_ckpt.tag.identity import FOREIGN_MARK, manifest_of, mark_of
 from nxd_ckpt.tag.range_reader import answers_of
 
 _FEW = 8

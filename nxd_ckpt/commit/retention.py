@@ -28,8 +28,8 @@ from nxd_ckpt.tag.directory import (
     list_tags,
     may_be_removed,
 )
+from nxd_ckpt.tag.identity import manifest_of
 from nxd_ckpt.tag.listing import metrics_of
-from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 from nxd_ckpt.tag.verify import lost_names
 

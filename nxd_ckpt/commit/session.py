@@ -17,10 +17,7 @@ from pathlib import Path
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import intents, journal, lease
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.control_files import make_places
-from nxd_ckpt.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.coordination.news import News
-from nxd_ckpt.coordination.paths import (
+from nxd_ckpt.coordination.control_files import (
     CLAIMS,
     HEARTBEAT,
     JOURNAL,
@@ -31,6 +28,7 @@ from nxd_ckpt.coordination.paths import (
     STAGING,
     TRASH,
     VOTES,
+    make_places,
     rank_file,
     spare_file,
     spared_file,
@@ -38,6 +36,8 @@ from nxd_ckpt.coordination.paths import (
     verdict_file,
     votes_dir,
 )
+from nxd_ckpt.coordination.lease import Heartbeat, Lease
+from nxd_ckpt.coordination.news import News
 from nxd_ckpt.coordination.peers import new_channel
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
@@ -54,8 +54,7 @@ from nxd_ckpt.errors import (
     StorageError,
 )
 from nxd_ckpt.storage.base import DirEntry, PerHost, Storage, can_rename
-from nxd_ckpt.storage.system import HAS_LOCKS, flags, locked, try_lock, unlock
-from nxd_ckpt.storage.work_dir import default_work_dir
+from nxd_ckpt.storage.system import HAS_LOCKS, default_work_dir, flags, locked, try_lock, unlock
 from nxd_ckpt.tag.directory import tag_around
 from nxd_ckpt.tag.range_reader import in_parallel
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nxd_ckpt.coordination.paths import ON_HOSTS
+from nxd_ckpt.coordination.control_files import ON_HOSTS
 from nxd_ckpt.core.arguments import Count
 from nxd_ckpt.core.option_classes import Options, checks_keywords
 from nxd_ckpt.core.retention_rules import Retain, Rule, rules_of

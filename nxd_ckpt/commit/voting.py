@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.news import LONGEST, News
-from nxd_ckpt.coordination.paths import (
+from nxd_ckpt.coordination.control_files import (
     STAGING,
     VOTES,
     alive_file,
@@ -34,6 +33,7 @@ from nxd_ckpt.coordination.paths import (
     verdict_file,
     votes_dir,
 )
+from nxd_ckpt.coordination.news import LONGEST, News
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import document, votes
 from nxd_ckpt.core.limits import NOTE

@@ -16,10 +16,9 @@ from nxd_ckpt.core.names import folders_of, tensors_dirs
 from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.errors import CheckpointError, as_checkpoint_errors
 from nxd_ckpt.keywords import CopyKeywords
-from nxd_ckpt.options.tags import CopyOptions
+from nxd_ckpt.options.execution import CopyOptions
 from nxd_ckpt.output.cp_files import CopyMeans, CopyResult, FileCopy, HostCopies, TagFile, files_to_copy
-from nxd_ckpt.output.locations import Location, locate_copy, locate_input
-from nxd_ckpt.output.new_directories import leaving_none
+from nxd_ckpt.output.locations import Location, leaving_none, locate_copy, locate_input
 from nxd_ckpt.output.source import open_source
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.storage.transfer import CopyPace
@@ -53,7 +52,7 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
     Every file is verified: files of our tags by the tag's indexes, files of neuronx_distributed by the digests in them.
     The copy becomes visible at once, when all of it is durable. An interrupted copy resumes when it is started again,
     and keeps files that equal their digests. Extra memory: 16 MiB for each file that is being copied. Keywords are the
-    fields of `nxd_ckpt.options.tags.CopyOptions`.
+    fields of `nxd_ckpt.options.execution.CopyOptions`.
 
     The manifest is the same to the last byte: the copy is the same save, of the same attempt, at the same time. So its
     order among other tags is the original's, and it is the latest only if it was saved after them. A tag without

@@ -32,7 +32,7 @@ from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.options.execution import ExecutionOptions
 from nxd_ckpt.output.cp_files import copy_guests
 from nxd_ckpt.output.image_writer import TOGETHER, write_images
-from nxd_ckpt.output.new_directories import leaving_none
+from nxd_ckpt.output.locations import leaving_none
 from nxd_ckpt.saving.collected_save import CollectedSave
 from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.saving.writing import write_index

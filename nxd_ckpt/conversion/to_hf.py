@@ -17,8 +17,8 @@ from nxd_ckpt.conversion.result import Converted, ConvertedTensor
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, in_turns, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
+from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
-from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
     InvalidArgument,
@@ -35,8 +35,7 @@ from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.mapping import ModelMapping
-from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, text_config
-from nxd_ckpt.hugging_face.model_heads import with_head_of
+from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, text_config, with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.conversion import ConvertOptions
@@ -59,9 +58,8 @@ from nxd_ckpt.output.source import Source
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.foreign.presharded import file_name
 from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
-from nxd_ckpt.tag.foreign.weight_files import INDEX
+from nxd_ckpt.tag.foreign.weight_files import INDEX, presharded_file
 from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.side_by_side import Matched, SideBySide
@@ -85,7 +83,7 @@ def presharded(tag: HuggingFaceTag, config: Mapping[str, Any], tp: int) -> Presh
         state = model.state(Topology(tp=tp, tp_rank=rank)).model
         tensors: dict[str, Any] = {} if state is None else dict(state.tree)
         number = torch.tensor([rank], dtype=torch.int32)
-        files[file_name(rank)] = {**tensors, **dict.fromkeys(_rank_names(tensors), number)}
+        files[presharded_file(rank)] = {**tensors, **dict.fromkeys(_rank_names(tensors), number)}
     return files
 
 

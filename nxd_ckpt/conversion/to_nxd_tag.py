@@ -19,8 +19,7 @@ from nxd_ckpt.errors import TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
-from nxd_ckpt.hugging_face.mappings import find_mapping, text_config
-from nxd_ckpt.hugging_face.model_heads import with_head_of
+from nxd_ckpt.hugging_face.mappings import find_mapping, text_config, with_head_of
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config

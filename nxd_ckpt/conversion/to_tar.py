@@ -22,10 +22,9 @@ from nxd_ckpt.storage.archive.unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter
-from nxd_ckpt.storage.system import sync_file
+from nxd_ckpt.storage.system import default_work_dir, sync_file
 from nxd_ckpt.storage.transfer import StoredFile, copy_into
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath
-from nxd_ckpt.storage.work_dir import default_work_dir
 from nxd_ckpt.tag.opened import OpenTag
 
 _PIECE = 16 * 2**20

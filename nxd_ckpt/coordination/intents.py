@@ -14,9 +14,8 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 
-from nxd_ckpt.coordination.control_files import read_note
+from nxd_ckpt.coordination.control_files import COPIES, STAGING, TRASH, read_note, unfinished_dir
 from nxd_ckpt.coordination.guests import remove_all_but_guests
-from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, unfinished_dir
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.core.tags import validate_tag

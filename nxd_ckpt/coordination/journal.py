@@ -16,8 +16,7 @@ from functools import partial
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import guests, intents
-from nxd_ckpt.coordination.control_files import pinned, read_note, set_aside
-from nxd_ckpt.coordination.paths import (
+from nxd_ckpt.coordination.control_files import (
     JOURNAL,
     STAGING,
     TRASH,
@@ -26,6 +25,9 @@ from nxd_ckpt.coordination.paths import (
     is_trash_of,
     meant_by,
     outcome_file,
+    pinned,
+    read_note,
+    set_aside,
     staging_dir,
     trash_file,
 )

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.at_exit import settle_unheld
-from nxd_ckpt.coordination.control_files import set_aside
-from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE
+from nxd_ckpt.coordination.control_files import HEARTBEAT, LEASE, PLACE, set_aside
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE, checked_text, integers
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError

@@ -1,4 +1,6 @@
-"""Names of the files of a checkpoint. Pure strings; keys are posix paths relative to the tag.
+"""Names of the files of a checkpoint, and the grid of ranks that they span.
+
+Pure strings; keys are posix paths relative to the tag.
 
 Source: neuronx_distributed 0.6 to 0.18 (``trainer/checkpoint.py``). Ranks are written as ``%02d``, which widens from
 100 on. The dp field is 00 except in names of ZeRO-1 optimizer files. The ep field appears for ep > 1, in names of model
@@ -9,9 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import product
+from math import prod
 from typing import NamedTuple
 
+from nxd_ckpt.core.limits import RANKS
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import MalformedFile
 
 MARKER = "checkpoint"
 DONE = "done"
@@ -192,3 +198,44 @@ def parse_full(name: str) -> ParsedName | None:
 
 def _ep_rank(topology: Topology, at: Coordinates) -> int | None:
     return at.dp_rank % topology.ep if topology.ep > 1 else None
+
+
+def spanned(files: Iterable[ParsedName]) -> ParsedName:
+    """Return the size of every dimension: one more than its highest rank. ``ep`` is None if no name has that field.
+
+    Raises MalformedFile for a grid of more ranks than there can be.
+    """
+    names = list(files)
+    experts = [name.ep for name in names if name.ep is not None]
+    size = ParsedName(
+        dp=max((name.dp for name in names), default=0) + 1,
+        ep=max(experts) + 1 if experts else None,
+        tp=max((name.tp for name in names), default=0) + 1,
+        pp=max((name.pp for name in names), default=0) + 1,
+    )
+    if prod(extent or 1 for extent in size) > RANKS:
+        raise MalformedFile(f"the files' names are those of {size} ranks; at most {RANKS} are allowed")
+    return size
+
+
+def holes(files: Iterable[ParsedName]) -> list[ParsedName]:
+    """Return the names that are missing from the grid that the others span."""
+    names = set(files)
+    if not names:
+        return []
+    size = spanned(names)
+    experts: Iterable[int | None] = [None] if size.ep is None else range(size.ep)
+    cells = product(range(size.dp), experts, range(size.tp), range(size.pp))
+    return [cell for place in cells if (cell := ParsedName(*place)) not in names]
+
+
+def describe(files: Iterable[ParsedName]) -> str:
+    """Describe the ranks for errors: ``4 rank files: dp 0-3, tp 0-0, pp 0-0``."""
+    names = set(files)
+    if not names:
+        return "no rank files"
+    size = spanned(names)
+    fields = {"dp": size.dp, "ep": size.ep, "tp": size.tp, "pp": size.pp}
+    ranges = ", ".join(f"{key} 0-{extent - 1}" for key, extent in fields.items() if extent is not None)
+    missing = len(holes(names))
+    return f"{len(names)} rank files: {ranges}" + (f" with {missing} missing" if missing else "")

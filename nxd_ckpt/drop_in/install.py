@@ -2,6 +2,9 @@
 
 neuronx-distributed is not imported: scripts set variables for Neuron and XLA first. What is loaded is replaced at once,
 what is not, right after its import.
+
+Children of multiprocessing that begin the script again ("spawn", "forkserver") install what their parent has, after
+they have imported the main script again, and before they call its function. A forked child has it by itself.
 """
 
 from __future__ import annotations
@@ -9,10 +12,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from inspect import isfunction
+from multiprocessing import current_process
 from types import CellType, ModuleType
 from typing import Any, NamedTuple
 
@@ -21,10 +28,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.drop_in import functions, lightning, rank_files
-from nxd_ckpt.drop_in.children import hand_nothing, hand_to_children
-from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE
-from nxd_ckpt.drop_in.import_hook import ImportHook
-from nxd_ckpt.drop_in.io_state import IOState
+from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE, IOState
 from nxd_ckpt.drop_in.settings import Settings
 from nxd_ckpt.keywords import InstallKeywords
 from nxd_ckpt.loading.options import LoadOptions
@@ -32,6 +36,92 @@ from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.saving.options import SaveOptions
 
 logger = logging.getLogger("nxd_ckpt")
+
+_Imported = Callable[[str, ModuleType], None]
+
+
+class ImportHook(MetaPathFinder):
+    """A finder that calls ``imported`` with the name of each of the modules ``names``, and the module itself."""
+
+    def __init__(self, names: Collection[str], imported: _Imported) -> None:
+        self._names, self._imported = names, imported
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._names:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        found = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._imported)
+        return spec
+
+
+class _Loader(Loader):
+    """The module's own loader, with ``imported`` called at the end."""
+
+    def __init__(self, loader: Loader, imported: _Imported) -> None:
+        self._loader, self._imported = loader, imported
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._imported(module.__name__, module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+_KEY = "nxd_ckpt"
+_OF_THIS_PROCESS = "topology", "process_group"
+
+
+class _Handed:
+    """Is unpickled by a call of ``install`` there, with the options here."""
+
+    def __init__(self, install: Callable[[Settings], None], settings: Settings) -> None:
+        self._install, self._settings = install, settings
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = {name: value for name, value in self._settings.options.items() if name not in _OF_THIS_PROCESS}
+        options = {name: value for name, value in given.items() if _can_be_pickled(name, value)}
+        return _received, (self._install, Settings(options, self._settings.tiers))
+
+
+def _received(install: Callable[[Settings], None], settings: Settings) -> _Handed:
+    install(settings)
+    return _Handed(install, settings)
+
+
+def hand_to_children(install: Callable[[Settings], None], settings: Settings) -> None:
+    """Have children of this process, and theirs, call ``install(settings)``."""
+    _of_children()[_KEY] = _Handed(install, settings)
+
+
+def hand_nothing() -> None:
+    """Undo `hand_to_children`."""
+    _of_children().pop(_KEY, None)
+
+
+def _of_children() -> dict[str, Any]:
+    """Return what multiprocessing hands on to each child, by name."""
+    handed: dict[str, Any] = vars(current_process()).setdefault("_config", {})
+    return handed
+
+
+def _can_be_pickled(name: str, value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # of whatever class: it is an object of the caller's
+        logger.warning(
+            "nxd_ckpt: a child of multiprocessing saves without %s=, which cannot be handed to it (%s): call install() "
+            "in the child", name, error,
+        )  # fmt: skip
+        return False
+    return True
+
 
 _NXD = "neuronx_distributed"
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

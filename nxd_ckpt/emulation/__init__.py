@@ -13,8 +13,8 @@ get `CollectiveMismatch` instead of a hang. The script is run after torch-xla wa
 
 from __future__ import annotations
 
-from nxd_ckpt.emulation.exchange import CollectiveMismatch, NotEmulated, PeerLost
 from nxd_ckpt.emulation.install import install
 from nxd_ckpt.emulation.launcher import launch
+from nxd_ckpt.emulation.world import CollectiveMismatch, NotEmulated, PeerLost
 
 __all__ = ["CollectiveMismatch", "NotEmulated", "PeerLost", "install", "launch"]

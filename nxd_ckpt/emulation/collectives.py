@@ -11,7 +11,7 @@ from functools import reduce
 
 import torch
 
-from nxd_ckpt.emulation.exchange import GroupMembers, NotEmulated
+from nxd_ckpt.emulation.world import GroupMembers, NotEmulated
 from nxd_ckpt.errors import InvalidArgument
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from nxd_ckpt.emulation.exchange import NotEmulated
 from nxd_ckpt.emulation.primitives import (
     functional_collectives,
     routed_primitives,
@@ -21,7 +20,7 @@ from nxd_ckpt.emulation.primitives import (
     unrouted_primitives,
 )
 from nxd_ckpt.emulation.process_group import create_process_group
-from nxd_ckpt.emulation.world import World, world_from_environment
+from nxd_ckpt.emulation.world import NotEmulated, World, world_from_environment
 
 # Per process, as what is patched: the world, and the handle that keeps the dispatcher's kernels registered.
 _installed: World | None = None

@@ -17,9 +17,8 @@ import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from nxd_ckpt.emulation import collectives
-from nxd_ckpt.emulation.exchange import GroupMembers, NotEmulated
 from nxd_ckpt.emulation.process_group import EmulatedProcessGroup
-from nxd_ckpt.emulation.world import World
+from nxd_ckpt.emulation.world import GroupMembers, NotEmulated, World
 from nxd_ckpt.errors import InvalidArgument
 
 Tensor = torch.Tensor

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_ckpt.emulation import collectives
-from nxd_ckpt.emulation.exchange import GroupMembers, NotEmulated
+from nxd_ckpt.emulation.world import GroupMembers, NotEmulated
 
 # Pairs, since a ReduceOp compares equal to its enum value but does not hash like it.
 _REDUCE_TYPES = (

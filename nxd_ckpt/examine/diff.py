@@ -13,7 +13,7 @@ from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
-from nxd_ckpt.reshard.tally import Tally
+from nxd_ckpt.reshard.summary import Tally
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.progress import Counter, watched
 from nxd_ckpt.storage.urls import StrPath

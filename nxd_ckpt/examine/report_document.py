@@ -13,7 +13,7 @@ from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.voting import saves_in_flight
-from nxd_ckpt.coordination.paths import COPIES
+from nxd_ckpt.coordination.control_files import COPIES
 from nxd_ckpt.core import units
 from nxd_ckpt.core.findings import Finding, collect_problems
 from nxd_ckpt.core.manifest import Manifest

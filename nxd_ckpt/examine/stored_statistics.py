@@ -9,11 +9,10 @@ from dataclasses import astuple
 from math import inf, isfinite, isinf, nan
 from typing import Any
 
-from nxd_ckpt.coordination.control_files import drop_entries_of_lost_tags
-from nxd_ckpt.coordination.paths import STATISTICS, statistics_file
+from nxd_ckpt.coordination.control_files import STATISTICS, drop_entries_of_lost_tags, statistics_file
 from nxd_ckpt.core import document
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import checked_text
-from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.reshard.tensor_statistics import TensorStatistics
 from nxd_ckpt.tag.opened import OpenTag

@@ -16,8 +16,7 @@ import torch
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.reads import contiguous_runs
-from nxd_ckpt.formats.copying import copy_values
-from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
+from nxd_ckpt.formats.memory import allocated, byte_view, copy_values, torch_dtype
 from nxd_ckpt.formats.stored_tensors import read_tensor
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, contiguous_stride, itemsize
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.formats.copying import strided
 from nxd_ckpt.formats.crc32 import BLOCK, crc32
-from nxd_ckpt.formats.memory import allocated, byte_view
+from nxd_ckpt.formats.memory import allocated, byte_view, strided
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.formats.torch_zip import check_digest

@@ -19,12 +19,23 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.dtypes import NBYTES
 from nxd_ckpt.core.limits import TENSOR_NBYTES, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 
 if TYPE_CHECKING:
     import torch
+
+NBYTES: dict[str, int] = {
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "bcomplex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+    **dict.fromkeys(("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e8m0fnu"), 1),
+    "float4_e2m1fn_x2": 1,
+}
+"""Other dtypes, which hardly anybody saves, and those of a newer torch than is known here, are asked of torch."""
+
 
 Path = tuple[Any, ...]
 """Keys, indices and attribute names from the root of a tree to a leaf."""

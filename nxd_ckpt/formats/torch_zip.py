@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxd_ckpt.core import limits
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import check_count, shown
-from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import DigestMismatch, UnsupportedState
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import StorageSpan

@@ -15,8 +15,8 @@ from operator import mul
 from typing import Any
 
 from nxd_ckpt.core import limits
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
-from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import HostExhausted, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import strides
 from nxd_ckpt.formats.dtensors import DTENSORS, SubclassRebuilder

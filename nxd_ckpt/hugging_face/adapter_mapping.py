@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nxd_ckpt.core.name_patterns import Pattern
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter, without_base_layer
-from nxd_ckpt.core.pattern import Pattern
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.hugging_face.mapping import Match, ModelMapping, Rule, RuleMember
 from nxd_ckpt.hugging_face.sizes import Sizes

@@ -12,8 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
-from nxd_ckpt.core.renaming import Renaming
+from nxd_ckpt.core.name_patterns import Numbers, Pattern, PatternIndex, Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, TopologyMismatch

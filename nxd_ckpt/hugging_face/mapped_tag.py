@@ -38,9 +38,9 @@ from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number
-from nxd_ckpt.tag.equality import are_equal
 from nxd_ckpt.tag.foreign.quantization import refuse_quantized_dtype
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.side_by_side import are_equal
 
 _MULTIPLES = tuple(2**power for power in range(11))
 """Multiples to which frameworks round a vocabulary (Megatron's ``make_vocab_size_divisible_by`` is 128)."""

@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 from nxd_ckpt.core.heads import HARDWARE, Hardware
-from nxd_ckpt.core.pattern import Numbers, Pattern, PatternIndex
+from nxd_ckpt.core.name_patterns import Numbers, Pattern, PatternIndex
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, ShapeMismatch
 from nxd_ckpt.hugging_face.packing import Packed

@@ -1,10 +1,10 @@
-"""Lookup of a mapping: one that the package ships, a file of the user's, or a document."""
+"""Lookup of a mapping (shipped, a file of the user's, or a document), and the head that a model has beside it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -13,11 +13,12 @@ from typing import Any
 
 from nxd_ckpt.core.heads import inference_copies
 from nxd_ckpt.core.limits import MAPPING, MAPPING_DEPTH, MAPPING_YAML
+from nxd_ckpt.core.name_patterns import Pattern
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.hugging_face.mapping import ModelMapping, load_mapping
+from nxd_ckpt.hugging_face.mapping import ModelMapping, Rule, RuleMember, load_mapping
 from nxd_ckpt.hugging_face.sizes import Sizes
-from nxd_ckpt.options.hugging_face import MappingSpec
+from nxd_ckpt.options.conversion import MappingSpec
 from nxd_ckpt.storage.urls import local_path
 
 INFERENCE = "nxd_inference"
@@ -203,3 +204,28 @@ def _for_model_type(model_type: Any, shipped: Mapping[str, ModelMapping]) -> Mod
         f"config.json: no mapping for model_type {model_type!r} (there are some for {', '.join(supported)}); pass "
         "mapping=, a mapping file for this model"
     )
+
+
+_OF_MAPPINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of architectures whose head the mappings have."""
+
+
+def with_head_of(mapping: ModelMapping, config: Mapping[str, Any], names: Iterable[str]) -> ModelMapping:
+    """Return the mapping of a model of this config.json, with Hugging Face tensors of these ``names``.
+
+    If its architecture has another head than the mapping's, tensors outside of the base model are taken as they are, by
+    every rank, and those of the mapping need not be there.
+    """
+    architectures, prefix = config.get("architectures"), mapping.base_prefix
+    named = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    if not prefix or not named or any(name.endswith(_OF_MAPPINGS) for name in named):
+        return mapping
+    outside = sorted(name for name in {*names} if not name.startswith(prefix) and mapping.of_base(name) == name)
+    head = [name for name in outside if not mapping.has_tensor(name) and mapping.packed_as(name) is None]
+    own = [Rule(Pattern(name), (RuleMember(Pattern(name)),)) for name in head]
+    return replace(mapping, rules=(*(_optional_outside(rule, prefix) for rule in mapping.rules), *own))
+
+
+def _optional_outside(rule: Rule, prefix: str) -> Rule:
+    inside = all(member.name.text.startswith(prefix) for member in rule.members)
+    return rule if inside else replace(rule, optional=True)

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Protocol
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.name_patterns import NOT_LIVE, Renaming
 from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.partition import Piece
-from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, ShapeMismatch, TopologyMismatch, UnsupportedState

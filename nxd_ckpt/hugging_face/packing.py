@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nxd_ckpt.core.pattern import Numbers, Pattern
+from nxd_ckpt.core.name_patterns import Numbers, Pattern
 from nxd_ckpt.errors import ShapeMismatch
 from nxd_ckpt.hugging_face.sizes import Sizes
 

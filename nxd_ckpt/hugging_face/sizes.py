@@ -9,7 +9,7 @@ from typing import Any
 
 from nxd_ckpt.core.heads import Hardware, Heads
 from nxd_ckpt.core.limits import MODEL_TENSORS
-from nxd_ckpt.core.pattern import Numbers, Pattern
+from nxd_ckpt.core.name_patterns import Numbers, Pattern
 from nxd_ckpt.errors import InvalidArgument
 
 CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {

@@ -18,10 +18,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nxd_ckpt.core.pattern import Pattern
+from nxd_ckpt.core.name_patterns import Pattern
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.hugging_face.packing import Packed
-from nxd_ckpt.options.hugging_face import Release
+from nxd_ckpt.options.conversion import Release
 
 _COMMON = {
     "model.embed_tokens.weight": "tok_embeddings.weight",

@@ -35,14 +35,17 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     UnsupportedState,
 )
-from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
 from nxd_ckpt.integrations.trainer_tags import (
+    WORLD_SIZE,
     TrainerSaves,
     TrainerTag,
     directory_of,
     next_number,
     oldest_first,
+    parameter_names,
     require_one_writer,
+    require_same,
+    require_same_setting,
     tag_of,
 )
 from nxd_ckpt.loading.options import LoadOptions

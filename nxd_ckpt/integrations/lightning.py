@@ -45,7 +45,7 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     UnsupportedState,
 )
-from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same
+from nxd_ckpt.integrations.trainer_tags import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.keywords import SaveCheckpointKeywords
 from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions

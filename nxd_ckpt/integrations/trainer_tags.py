@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.control_files import PINS, STAGING
 from nxd_ckpt.coordination.guests import given_entries
-from nxd_ckpt.coordination.paths import PINS, STAGING
 from nxd_ckpt.core.names import DONE, HIDDEN, INDEX_DIR, MANIFEST, MARKER, SCHEDULER
 from nxd_ckpt.core.option_classes import split_options
+from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.core.retention_rules import Last
-from nxd_ckpt.errors import InvalidArgument, UnsupportedState, as_checkpoint_errors
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.base import DirEntry
@@ -34,14 +35,11 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import is_mount_point
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path
 from nxd_ckpt.tag.directory import find_tag
-from nxd_ckpt.tag.identity import Identity
-from nxd_ckpt.tag.known_damage import note_damage
-from nxd_ckpt.tag.order import manifest_of
+from nxd_ckpt.tag.identity import Identity, manifest_of, note_damage
 from nxd_ckpt.tag.seal import DIGESTS, STATE, read_seal
 from nxd_ckpt.tag.verify import problems_of
 
 logger = logging.getLogger("nxd_ckpt")
-
 
 class TrainerSaves:
     """One trainer's saves to one ``directory``, with the ``options`` of `nxd_ckpt.save_checkpoint`.
@@ -293,3 +291,36 @@ def require_one_writer(agreement: Agreement, writes: bool) -> None:
             )
 
     on_all(agreement, require)
+
+
+WORLD_SIZE = "world size"
+
+
+def require_same(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], kind: type[IncompatibleState]) -> None:
+    """Raise ``kind`` if a setting of this run differs from the run that saved."""
+    for what, value in now.items():
+        if saved[what] != value:
+            raise kind(
+                f"{where} was saved with {what} {saved[what]}, and this run has {value}: it would not be the same run. "
+                "Use the same, or begin a new run from its model"
+            )
+
+
+def require_same_setting(where: str, saved: Mapping[str, Any], now: Mapping[str, Any], any_world_size: bool) -> None:
+    """Raise IncompatibleState for another precision, or another world size unless ``any_world_size``."""
+    if not any_world_size and saved[WORLD_SIZE] != now[WORLD_SIZE]:
+        raise IncompatibleState(
+            f"{where} was saved with world size {saved[WORLD_SIZE]}, and this run has {now[WORLD_SIZE]}: it would not "
+            "be the same run, as each rank has random numbers and data of its own. Use the same, or set any_world_size "
+            "to True in a subclass to resume anyway"
+        )
+    require_same(where, saved, {what: value for what, value in now.items() if what != WORLD_SIZE}, IncompatibleState)
+
+
+def parameter_names(model: Any, optimizer: Any) -> list[list[str]] | None:
+    """Return the names of the optimizer's parameters, by param group; None if one is not the model's."""
+    live = dict(model.named_parameters())
+    names = {id(live[wrapped]): name for name, wrapped in canonical(live, "the model").items()}
+    own_groups = getattr(optimizer, "param_groups", [])  # none of an object that is no optimizer of torch
+    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in own_groups]
+    return groups if groups and all(map(all, groups)) else None

@@ -29,8 +29,17 @@ from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.worker_shield import shield
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
-from nxd_ckpt.integrations.resume_checks import WORLD_SIZE, parameter_names, require_same, require_same_setting
-from nxd_ckpt.integrations.trainer_tags import TrainerSaves, directory_of, oldest_first, require_one_writer, tag_of
+from nxd_ckpt.integrations.trainer_tags import (
+    WORLD_SIZE,
+    TrainerSaves,
+    directory_of,
+    oldest_first,
+    parameter_names,
+    require_one_writer,
+    require_same,
+    require_same_setting,
+    tag_of,
+)
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 
 SENTINEL = "checkpoint-is-incomplete.txt"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
-from nxd_ckpt.core.filtering import Ignored, IgnoreKeys, paths, with_emptied_parents
+from nxd_ckpt.core.name_patterns import Ignored, IgnoreKeys, paths, with_emptied_parents
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch
 from nxd_ckpt.live.data_position import is_random_state

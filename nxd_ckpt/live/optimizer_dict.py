@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.core.filtering import PARAM_GROUPS
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.name_patterns import PARAM_GROUPS
 from nxd_ckpt.core.partition import Partition, zero1_rows
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState

@@ -14,8 +14,7 @@ import torch
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
-from nxd_ckpt.formats.copying import fill, strided
-from nxd_ckpt.formats.memory import allocated
+from nxd_ckpt.formats.memory import allocated, fill, strided
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, OPTIMIZER_NAME, STEP, is_rows, options_of
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.formats.strides import Stride, fitted, stored_stride, stride_of

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nxd_ckpt.core.filtering import PARAM_GROUPS
+from nxd_ckpt.core.name_patterns import PARAM_GROUPS
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
 from nxd_ckpt.formats.tensors import Path, children_of, iter_tensors
 from nxd_ckpt.live.named import OBJECTS

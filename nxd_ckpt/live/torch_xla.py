@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.errors import UnsupportedState
-from nxd_ckpt.formats.copying import copy_values, distinct
+from nxd_ckpt.formats.memory import copy_values, distinct
 from nxd_ckpt.live.dtensor import local_of, tell_autograd
 
 _DRAWS = 100_000

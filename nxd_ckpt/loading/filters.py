@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nxd_ckpt.core.renaming import Renaming
+from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.live.ignoring import Ignoring, Names
 from nxd_ckpt.loading.options import LoadOptions

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from nxd_ckpt.formats.copying import copy_values
 from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine_blocks, crc32
-from nxd_ckpt.formats.memory import allocated, byte_view
+from nxd_ckpt.formats.memory import allocated, byte_view, copy_values
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.live.torch_xla import to_cpu
 from nxd_ckpt.tag.reading import LeafReader

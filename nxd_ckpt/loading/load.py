@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.tag_templates import narrowed
-from nxd_ckpt.core.tags import Tag, step_of
+from nxd_ckpt.core.tags import Tag, narrowed, step_of
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,

@@ -15,8 +15,8 @@ import torch
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.findings import Finding
+from nxd_ckpt.core.name_patterns import NOT_LIVE, Renaming
 from nxd_ckpt.core.parameter_names import names_without_wrappers, plain_names
-from nxd_ckpt.core.renaming import NOT_LIVE, Renaming
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch

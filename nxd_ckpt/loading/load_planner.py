@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.filtering import PARAM_GROUPS
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.name_patterns import NOT_LIVE, PARAM_GROUPS
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
-from nxd_ckpt.core.renaming import NOT_LIVE
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
@@ -39,9 +38,9 @@ from nxd_ckpt.loading.trees import LoadTrees, local_tree, part_of
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import check_partitions
 from nxd_ckpt.reshard.saved_optimizer import is_number
-from nxd_ckpt.tag.equality import are_equal
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.reading import Leaf, LeafReader
+from nxd_ckpt.tag.side_by_side import are_equal
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 
 logger = logging.getLogger("nxd_ckpt")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import plain_names
-from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
@@ -24,8 +24,7 @@ from nxd_ckpt.formats.memory import torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.mapping import Match
-from nxd_ckpt.hugging_face.mappings import find_mapping, is_known, own_names, text_config
-from nxd_ckpt.hugging_face.model_heads import with_head_of
+from nxd_ckpt.hugging_face.mappings import find_mapping, is_known, own_names, text_config, with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.loading.collective_checks import ComparedNames

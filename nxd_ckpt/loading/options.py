@@ -8,19 +8,19 @@ from typing import Any
 
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, on_all
 from nxd_ckpt.core.arguments import Count
-from nxd_ckpt.core.filtering import IgnoreKeys
 from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.core.name_patterns import IgnoreKeys
 from nxd_ckpt.core.option_classes import option, options_of
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.tag_templates import TagValues
+from nxd_ckpt.core.tags import TagValues
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.live.named import LiveObjects, with_state
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
+from nxd_ckpt.options.conversion import MappingSpec
 from nxd_ckpt.options.execution import DownloadOptions, Verify
-from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.tag.by_path import Place
 
 

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.errors import CheckpointError, UnsupportedState
-from nxd_ckpt.formats.copying import repeats, strided
-from nxd_ckpt.formats.memory import allocated
+from nxd_ckpt.formats.memory import allocated, repeats, strided
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.live.model import ModelAdapter

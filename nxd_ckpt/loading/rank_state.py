@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nxd_ckpt.core.filtering import filtered_name, how_to_leave_out
 from nxd_ckpt.core.mesh import Mesh, Placed
+from nxd_ckpt.core.name_patterns import filtered_name, how_to_leave_out
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState

@@ -19,12 +19,11 @@ import torch
 
 from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, on_all
-from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.errors import CheckpointError, ReplicaLost
 from nxd_ckpt.formats.memory import byte_view
 from nxd_ckpt.loading.overwriting import Delivery, Fill
 from nxd_ckpt.loading.shares import ReplicaGroup, ReplicaShares
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Closing, Storage
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")

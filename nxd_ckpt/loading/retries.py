@@ -20,9 +20,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.loading.overwriting import PARTLY
 from nxd_ckpt.storage.base import Replicated, Storage
-from nxd_ckpt.tag.identity import Identity
-from nxd_ckpt.tag.known_damage import note_damage
-from nxd_ckpt.tag.order import manifest_of
+from nxd_ckpt.tag.identity import Identity, manifest_of, note_damage
 from nxd_ckpt.tag.union import (
     SaveCopies,
     Substitute,

@@ -21,9 +21,8 @@ from nxd_ckpt.migrate.optimum_metadata import (
     refuse_other_model,
     stage_metadata,
 )
-from nxd_ckpt.options.conversion import ConvertOptions
+from nxd_ckpt.options.conversion import ConvertOptions, MappingSpec
 from nxd_ckpt.options.execution import SavedNames
-from nxd_ckpt.options.hugging_face import MappingSpec
 from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import OF_THE_RUN, Source, open_as_tag, refuse_mixed_ranks
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names

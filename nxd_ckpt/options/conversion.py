@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from nxd_ckpt.core.arguments import Count
+from nxd_ckpt.core.arguments import Count, Kind, plain_mapping
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.heads import Hardware
+from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.renaming import Renaming
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import AnySize, ShardSize
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import ExecutionOptions, Names, OutputOptions, SavedNames
-from nxd_ckpt.options.hugging_face import Dtype, MappingSpec, Release
 from nxd_ckpt.storage.urls import StrPath
+
+MappingSpec = str | os.PathLike[str] | Annotated[Mapping[str, Any], Kind("a dict", plain_mapping)] | None
+"""Name of a shipped mapping, path of a JSON or YAML file, the document itself, or None."""
+
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+Release = Literal["0.3", "0.2.2"]
+"""The releases of TorchTitan whose names are known."""
+
 
 Form = Literal["tag", "hf", "dcp", "torchtitan", "files", "tar"]
 NamesOf = Literal["own", "hf", "nxd"]

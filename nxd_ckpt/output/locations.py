@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt.coordination import lease
+from nxd_ckpt.coordination.control_files import LEASE, PLACE
 from nxd_ckpt.coordination.guests import entries_of
 from nxd_ckpt.coordination.output_lease import other_job_lives
 from nxd_ckpt.coordination.replacement import Replacement
-from nxd_ckpt.core.names import DONE
+from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
+from nxd_ckpt.storage.system import missing_directories, remove_empty
 from nxd_ckpt.storage.urls import (
     StorageOptions,
     StrPath,
@@ -30,7 +33,6 @@ from nxd_ckpt.tag.by_path import own_place
 from nxd_ckpt.tag.directory import clash, holds_tags, require_directory, tag_around
 
 logger = logging.getLogger("nxd_ckpt")
-
 
 @dataclass(frozen=True)
 class Location:
@@ -214,3 +216,36 @@ def _resolved(path: str) -> str:
     """Resolve links, unless they lead to no path: those of /dev/fd to a pipe name something else."""
     resolved = os.path.realpath(path)
     return os.path.abspath(path) if os.path.exists(path) and not os.path.lexists(resolved) else resolved
+
+
+def directories_to_make(place: Location) -> list[str]:
+    """Return the local directories above ``place`` that do not exist yet, the innermost first."""
+    return [] if is_url(place.directory) else missing_directories(place.directory)
+
+
+def remove_unused(directories: Sequence[str]) -> None:
+    """Remove directories, the innermost first, unless they hold more than what a job without a tag leaves.
+
+    A job that uses one of them by now keeps it: it has a lease, or another file, there. Links were made by somebody
+    else, and are not followed.
+    """
+    for directory in directories:
+        hidden = os.path.join(directory, HIDDEN)
+        if os.path.lexists(os.path.join(directory, LEASE)) or os.path.islink(directory) or os.path.islink(hidden):
+            continue
+        with suppress(OSError):
+            os.unlink(os.path.join(directory, PLACE))
+        remove_empty(hidden)
+        with suppress(OSError):
+            os.rmdir(directory)
+
+
+@contextmanager
+def leaving_none(place: Location) -> Iterator[None]:
+    """Remove the directories above ``place`` that are made within the block, if it raises."""
+    made = directories_to_make(place)
+    try:
+        yield
+    except BaseException:
+        remove_unused(made)
+        raise

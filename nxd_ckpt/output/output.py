@@ -18,8 +18,7 @@ from nxd_ckpt.coordination.output_lease import OutputLease, is_in_use_here
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.options.conversion import ConvertOptions
-from nxd_ckpt.output.locations import Location, settle
-from nxd_ckpt.output.new_directories import directories_to_make, remove_unused
+from nxd_ckpt.output.locations import Location, directories_to_make, remove_unused, settle
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.storage.base import DirEntry, can_rename
 from nxd_ckpt.storage.progress import Counter, report, watched

@@ -11,6 +11,7 @@ from typing import Any
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.names import describe, holes
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
@@ -26,7 +27,6 @@ from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
 from nxd_ckpt.tag.foreign.recognise import Program, recognise
-from nxd_ckpt.tag.grid import describe, holes
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.verify import guests_in
 

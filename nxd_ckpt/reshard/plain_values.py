@@ -9,7 +9,7 @@ import torch
 
 from nxd_ckpt.errors import PartLost, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import iter_leaves, map_tensors
-from nxd_ckpt.reshard.tally import Tally
+from nxd_ckpt.reshard.summary import Tally
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.tag.opened import OpenTag
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from nxd_ckpt.core.filtering import PARAM_GROUPS, how_to_leave_out
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.name_patterns import PARAM_GROUPS, how_to_leave_out
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.reads import CutIndex, Read
 from nxd_ckpt.core.suggestions import first_of, left_out

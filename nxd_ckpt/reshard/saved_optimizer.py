@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nxd_ckpt.core.param_groups import NOT_DECAYED, grouped
+from nxd_ckpt.core.parameter_names import NOT_DECAYED, grouped
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP, options_of, split

@@ -15,7 +15,7 @@ from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import is_visible
 from nxd_ckpt.commit.voting import ANSWER, VOTE, AttemptVotes
 from nxd_ckpt.coordination import journal, lease
-from nxd_ckpt.coordination.paths import votes_dir
+from nxd_ckpt.coordination.control_files import votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.suggestions import first_of

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from nxd_ckpt.core.filtering import PARAM_GROUPS, unmatched
 from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.name_patterns import PARAM_GROUPS, unmatched
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology

@@ -13,8 +13,8 @@ from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.control_files import JOURNAL, staging_dir
 from nxd_ckpt.coordination.environment import versions
-from nxd_ckpt.coordination.paths import JOURNAL, staging_dir
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote

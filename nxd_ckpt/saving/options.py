@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.core.filtering import IgnoreKeys
+from nxd_ckpt.core.name_patterns import IgnoreKeys
 from nxd_ckpt.core.names import is_own, is_own_folder
 from nxd_ckpt.core.option_classes import Options, option, options_of
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain, Rule, recorded_metrics, rules_of
-from nxd_ckpt.core.tag_templates import filled_tag
-from nxd_ckpt.core.tags import tag_of_step, validate_tag
+from nxd_ckpt.core.tags import filled_tag, tag_of_step, validate_tag
 from nxd_ckpt.core.units import Size, size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, InvalidTag
 from nxd_ckpt.storage.urls import ARCHIVES

@@ -19,7 +19,7 @@ from nxd_ckpt.commit.session import Session, writing_slot
 from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import verdict_dir
+from nxd_ckpt.coordination.control_files import verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import goes_back

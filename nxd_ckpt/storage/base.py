@@ -27,7 +27,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from types import TracebackType
 from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
+
+from typing_extensions import Self
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
@@ -460,3 +463,18 @@ def runs(ranges: Sequence[Range]) -> Iterator[ByteRun]:
         end = offset + len(buffer)
     if together:
         yield ByteRun(begin, end, together)
+
+
+class Closing:
+    """An object with `close`, also usable as a context manager."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

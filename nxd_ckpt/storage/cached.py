@@ -18,12 +18,10 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
-from nxd_ckpt.core.closing import Closing
-from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.base import Closing, Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.system import locked
+from nxd_ckpt.storage.system import default_work_dir, locked, opened
 from nxd_ckpt.storage.transfer import Progress, StoredFile, copy
-from nxd_ckpt.storage.work_dir import default_work_dir, opened
 from nxd_ckpt.storage.wrapper import RoutedStorage
 
 _DOWNLOADS = 8

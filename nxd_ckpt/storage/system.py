@@ -1,16 +1,21 @@
-"""System calls that differ between operating systems: flags, positioned reads and writes, syncing, locks, mounts.
+"""System calls that differ between operating systems: positioned reads and writes, syncing, locks, mounts, copies.
 
 Linux has all of them. macOS lacks few; Windows, where people look at checkpoints on a laptop, most. Nothing here checks
 a system's name: a missing call is replaced, or (`require_locks`) refused by name.
+
+Copies that the processes of a host share lie in ``STORE/NAME/``; locks on ``STORE/NAME.lock`` show which processes have
+them open. Where the system has no locks, processes share nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import getpass
 import os
 import re
 import shutil
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nxd_ckpt.core.units import size
-from nxd_ckpt.errors import UnsupportedSystem
+from nxd_ckpt.errors import InvalidArgument, UnsupportedSystem
 
 try:
     import fcntl
@@ -304,3 +309,48 @@ def tell_room(error: BaseException, place: str, nbytes: int) -> None:
         with suppress(OSError):
             free = shutil.disk_usage(place).free
             error.strerror = f"{error.strerror} ({size(nbytes)} are to be written, {size(free)} {ending})"
+
+
+_LOCK = ".lock"
+
+
+@contextmanager
+def opened(store: Path, name: str) -> Iterator[Path]:
+    """Keep the directory ``name`` of ``store`` from being removed within the block.
+
+    All others of the same store that no process has open are removed first: of each store, one is kept.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    if not HAS_LOCKS:
+        with tempfile.TemporaryDirectory(prefix=f"{name[:8]}-", dir=store, ignore_cleanup_errors=True) as own:
+            yield Path(own)
+        return
+    with locked(store / f"{name}{_LOCK}", shared=True):
+        _remove_others(store, name)
+        yield store / name
+
+
+def default_work_dir() -> Path:
+    """Return this user's directory below the temporary one. Raises InvalidArgument if others could write to it."""
+    path = Path(tempfile.gettempdir()) / f"nxd_ckpt-{_user()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if not hasattr(os, "getuid"):  # there the temporary directory is the user's own
+        return path
+    status = path.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022 or not path.is_dir() or path.is_symlink():
+        raise InvalidArgument(f"{path} belongs to another user, or others may write to it; set TMPDIR, or work_dir=")
+    return path
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
+
+
+def _remove_others(store: Path, name: str) -> None:
+    for lock in store.glob(f"*{_LOCK}"):
+        copy_name = lock.name.removesuffix(_LOCK)
+        if copy_name == name:
+            continue
+        with suppress(BlockingIOError, FileNotFoundError), locked(lock, wait=False):
+            shutil.rmtree(store / copy_name, ignore_errors=True)
+            lock.unlink(missing_ok=True)

@@ -9,12 +9,11 @@ from functools import partial
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import journal, lease
-from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL
+from nxd_ckpt.coordination.control_files import HEARTBEAT, JOURNAL
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of, listed
-from nxd_ckpt.core.tag_templates import names_that_fit
-from nxd_ckpt.core.tags import Tag, TagInfo, latest, step_of, undated, undecided, validate_tag
+from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, MalformedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import (

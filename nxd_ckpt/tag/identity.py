@@ -1,20 +1,93 @@
-"""Identity of a tag's save. The name is not enough: another save may take it while a reader still reads the first."""
+"""Identity of a tag's save, its order time, and the damage that this process has found in it.
+
+The name is not enough: another save may take it while a reader still reads the first.
+
+Order time is the one number by which tags are ordered; docs/format.md lists the cases. Our tags have it in their
+manifest, wherever they were copied to and whatever times their files have. ``done`` holds it too, with the attempt, and
+has it as its modification time, by which NxD goes. A tag of another program has the time of its ``done``, also one that
+was saved over a tag of ours: another program writes ``1`` there.
+
+Damage is found by any load, verification or drain here, through whatever storage object, so it is kept for the whole
+process, by the tag's place. Retention, which reads no tensor, does not count such tags. It belongs to one save: another
+save of that name has another fingerprint.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import Manifest
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, TagReplaced, UnsafePickle
+from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.manifest import Manifest, load_manifest
+from nxd_ckpt.core.names import DONE, MANIFEST
+from nxd_ckpt.core.tags import LATEST, order_text
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    MalformedFile,
+    TagReplaced,
+    UnsafePickle,
+)
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.wrapper import LayeredStorage, StorageWrapper
-from nxd_ckpt.tag.order import FOREIGN_MARK, mark_of
+
+FOREIGN_MARK = b"1"
+"""What NxD writes into its markers."""
+_RECORDED = re.compile(rb"([0-9]{1,13}(?:\.[0-9]{1,6})?) [^ ]+")
+
+
+def mark_of(order_time: float, attempt: str) -> bytes:
+    """Return the content of ``done`` of a tag of ours."""
+    return f"{order_text(order_time)} {attempt}".encode()
+
+
+def marker_time(storage: Storage, key: str) -> float:
+    """Return the modification time of a marker in seconds; an impossible time counts as the latest possible one."""
+    return min(storage.time(key), LATEST)
+
+
+def recorded_order_time(storage: Storage, tag: str) -> float | None:
+    """Return the order time in ``done``; None if there is none, as in tags of other programs and old ones of ours."""
+    key = f"{tag}/{DONE}"
+    if storage.renames and not 1 < storage.size(key) <= NOTE:
+        return None
+    recorded = _RECORDED.match(storage.read(key, NOTE))
+    order_time = float(recorded[1]) if recorded else None
+    return order_time if order_time is None or order_time <= 2 * LATEST else None
+
+
+def order_time_of_ours(storage: Storage, tag: str, marked: float) -> float | None:
+    """Return the order time of a complete tag with a manifest whose ``done``, of the time ``marked``, records none.
+
+    None if another program saved over the tag. With a damaged manifest the time of ``done`` counts.
+    """
+    try:
+        manifest = manifest_of(storage, tag)
+        return None if is_written_over(storage, tag, manifest) else manifest.order_time
+    except MalformedFile:
+        return marked
+
+
+def manifest_of(storage: Storage, tag: str) -> Manifest:
+    """Read the manifest of a tag. Raises MalformedFile, OSError."""
+    key = f"{tag}/{MANIFEST}" if tag else MANIFEST
+    return load_manifest(storage.read(key), f"{storage.url}/{key}")
+
+
+def is_written_over(storage: Storage, tag: str, manifest: Manifest) -> bool:
+    """Return whether another program saved over a tag of ours: ``done``, which would name the attempt, is its own.
+
+    Tags that older versions saved on a file system have such a ``done`` too. Of these it is not known.
+    """
+    return manifest.is_named_by_done and storage.read(f"{tag}/{DONE}", NOTE) == FOREIGN_MARK
+
 
 T = TypeVar("T")
 
@@ -177,3 +250,31 @@ def _time(storage: Storage, key: str) -> float | None:
         return storage.time(key)
     except (FileNotFoundError, CorruptCheckpoint):
         return None
+
+
+_damage: dict[tuple[str, str], tuple[str, str]] = {}
+"""The fingerprint of a damaged save, and a sentence about the damage, by URL and tag."""
+
+
+def note_damage(storage: Storage, identity: Identity | None, why: str | None) -> None:
+    """Record damage of the save with this identity in ``storage``, a sentence; None forgets it: all bytes are right."""
+    if identity is None:
+        return
+    place = storage.url, identity.tag
+    if why is None:
+        _damage.pop(place, None)
+    elif identity.fingerprint is not None:
+        _damage[place] = identity.fingerprint, why
+
+
+def is_noted(storage: Storage, tag: str) -> bool:
+    """Return whether damage of any save of that name is recorded."""
+    return (storage.url, tag) in _damage
+
+
+def known_damage(storage: Storage, identity: Identity | None) -> str | None:
+    """Return the recorded damage of this very save; None if there is none."""
+    if identity is None:
+        return None
+    fingerprint, why = _damage.get((storage.url, identity.tag), (None, ""))
+    return why if fingerprint is not None and fingerprint == identity.fingerprint else None

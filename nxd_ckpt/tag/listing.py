@@ -18,6 +18,7 @@ from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.core import names
 from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.names import describe, holes
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention_rules import Best, Metrics
 from nxd_ckpt.core.suggestions import first_of, listed
@@ -41,15 +42,13 @@ from nxd_ckpt.tag.directory import (
     holds_tags,
     is_tag,
     require_directory,
+    surveyed,
 )
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.grid import describe, holes
-from nxd_ckpt.tag.identity import Identity, of_latest
+from nxd_ckpt.tag.identity import Identity, manifest_of, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.order import manifest_of
 from nxd_ckpt.tag.range_reader import in_parallel
-from nxd_ckpt.tag.surveyed import surveyed
 from nxd_ckpt.tag.verify import files_of
 
 logger = logging.getLogger("nxd_ckpt")

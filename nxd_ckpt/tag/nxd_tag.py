@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Manifest, Parts
+from nxd_ckpt.core.names import describe, spanned
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
@@ -21,7 +22,6 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
-from nxd_ckpt.tag.grid import describe, spanned
 from nxd_ckpt.tag.state_dicts import checked_dict, checked_model, checked_optimizer, is_model, is_optimizer, reading
 
 

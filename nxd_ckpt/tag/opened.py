@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
+from nxd_ckpt.core.document import as_written
 from nxd_ckpt.core.manifest import Manifest, Parts, RankIndex, load_index
-from nxd_ckpt.core.parsing import as_written
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
@@ -30,10 +30,9 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
-from nxd_ckpt.tag.identity import Identity
+from nxd_ckpt.tag.identity import Identity, is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
-from nxd_ckpt.tag.order import is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.state_dicts import checked_rank_state
 from nxd_ckpt.tag.verification import (

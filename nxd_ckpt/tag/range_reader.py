@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.storage.arena import private_memory
-from nxd_ckpt.storage.base import HOLE, Reader, Storage
+from nxd_ckpt.storage.base import HOLE, Closing, Reader, Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.verification import Digest, mismatch, naming

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.closing import Closing
 from nxd_ckpt.core.manifest import CRC_BLOCK, TensorEntry
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats import stored_tensors
@@ -40,6 +39,7 @@ from nxd_ckpt.formats.assembly import (
 )
 from nxd_ckpt.formats.memory import allocated, byte_view, put_bytes, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, itemsize
+from nxd_ckpt.storage.base import Closing
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.range_reader import PIECE, Range, RangeReader
 from nxd_ckpt.tag.verification import Digest, naming

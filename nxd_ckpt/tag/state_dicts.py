@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import check_sizes, shown
-from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.tensors import TensorReference, tensor_types
 

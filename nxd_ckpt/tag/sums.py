@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import checked_key, shown
-from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.tag.files import TagFiles
 

@@ -17,7 +17,7 @@ from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.wrapper import LayeredStorage
 from nxd_ckpt.tag.choosing import choose
-from nxd_ckpt.tag.order import manifest_of
+from nxd_ckpt.tag.identity import manifest_of
 from nxd_ckpt.tag.range_reader import ReadPool
 from nxd_ckpt.tag.verification import verify_file
 

@@ -47,10 +47,8 @@ from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.tag.foreign.weight_files import OF_TORCH
-from nxd_ckpt.tag.identity import Identity, of_latest
-from nxd_ckpt.tag.known_damage import is_noted, known_damage, note_damage
+from nxd_ckpt.tag.identity import FOREIGN_MARK, Identity, is_noted, known_damage, mark_of, note_damage, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.order import FOREIGN_MARK, mark_of
 from nxd_ckpt.tag.seal import DIGESTS, read_seal
 from nxd_ckpt.tag.state_dicts import refuse_numbers
 from nxd_ckpt.tag.sums import SUMS, read_sums, sha256_of

@@ -20,7 +20,7 @@ from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.conversion.cp import copy_files
 from nxd_ckpt.coordination import intents, journal
-from nxd_ckpt.coordination.paths import COPIES
+from nxd_ckpt.coordination.control_files import COPIES
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
@@ -29,7 +29,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.transfer import CopyPace
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.known_damage import note_damage
+from nxd_ckpt.tag.identity import note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import choose_nearest
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.paths import FETCHED, PROBES
+from nxd_ckpt.coordination.control_files import FETCHED, PROBES
 from nxd_ckpt.core import names
 from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size

@@ -33,8 +33,7 @@ from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.assembly import box_of, cut_box
-from nxd_ckpt.formats.copying import distinct, repeats
-from nxd_ckpt.formats.memory import allocated, torch_dtype
+from nxd_ckpt.formats.memory import allocated, distinct, repeats, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize
 from nxd_ckpt.live.dtensor import tell_autograd
 from nxd_ckpt.live.parameters import refuse_short

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.coordination.paths import trash_file
+from nxd_ckpt.coordination.control_files import trash_file
 from tests.cli.conftest import Run
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

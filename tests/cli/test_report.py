@@ -25,8 +25,8 @@ from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
 from nxd_ckpt.examine import report_document, stored_statistics
 from nxd_ckpt.tag import listing
+from nxd_ckpt.tag.identity import mark_of
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.order import mark_of
 from tests.examine.mutants import not_a_number, rank_a_step_behind
 from tests.examine.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank

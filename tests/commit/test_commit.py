@@ -14,8 +14,7 @@ from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.retention import remove_tags
 from nxd_ckpt.commit.session import Session
-from nxd_ckpt.coordination.control_files import pin
-from nxd_ckpt.coordination.paths import STAGING, TRASH, VOTES, rank_file, staging_dir
+from nxd_ckpt.coordination.control_files import STAGING, TRASH, VOTES, pin, rank_file, staging_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, Manifest, ParameterSpec, Parts, RankIndex, dump_index, load_manifest
 from nxd_ckpt.core.mesh import MeshGroup

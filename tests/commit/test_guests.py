@@ -16,8 +16,8 @@ import nxd_ckpt.verify
 from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination.control_files import JOURNAL, STAGING, staging_dir
 from nxd_ckpt.coordination.guests import bring
-from nxd_ckpt.coordination.paths import JOURNAL, STAGING, staging_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.storage import local

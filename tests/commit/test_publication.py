@@ -17,7 +17,7 @@ from nxd_ckpt.commit.publication import (
 )
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
-from nxd_ckpt.coordination.paths import COPIES, STAGING, TRASH, outcome_file, staging_dir
+from nxd_ckpt.coordination.control_files import COPIES, STAGING, TRASH, outcome_file, staging_dir
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.errors import DirectoryInUse, OutcomeUnknown, SaveFailed

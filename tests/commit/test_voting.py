@@ -11,7 +11,7 @@ import pytest
 from nxd_ckpt.commit import voting
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import waiting
-from nxd_ckpt.coordination.paths import alive_file, rank_file, verdict_file, votes_dir
+from nxd_ckpt.coordination.control_files import alive_file, rank_file, verdict_file, votes_dir
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from nxd_ckpt import convert, effects, load_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument
 from nxd_ckpt.output import locations
-from nxd_ckpt.output.new_directories import remove_unused
+from nxd_ckpt.output.locations import remove_unused
 from nxd_ckpt.storage import local, system
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage

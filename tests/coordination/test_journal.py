@@ -12,8 +12,7 @@ import pytest
 
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import journal, lease
-from nxd_ckpt.coordination.control_files import pin
-from nxd_ckpt.coordination.paths import JOURNAL, STAGING, TRASH, staging_dir, trash_file
+from nxd_ckpt.coordination.control_files import JOURNAL, STAGING, TRASH, pin, staging_dir, trash_file
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.storage import local

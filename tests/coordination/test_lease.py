@@ -20,8 +20,8 @@ from nxd_ckpt import Checkpointer, Topology, list_checkpoints
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
+from nxd_ckpt.coordination.control_files import HEARTBEAT, LEASE, PLACE, STAGING, staging_dir
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.coordination.paths import HEARTBEAT, LEASE, PLACE, STAGING, staging_dir
 from nxd_ckpt.errors import DirectoryInUse, StorageError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage

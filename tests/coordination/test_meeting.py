@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination import agreement, whereabouts
+from nxd_ckpt.coordination import agreement, rendezvous
 from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.coordination.rendezvous import Rendezvous
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
@@ -92,8 +92,8 @@ def test_a_rank_that_went_on_without_the_call_is_known_soon(
     def begun() -> int | None:
         return next(answers) if threading.current_thread().name == "nxd_ckpt-peers" else 5
 
-    monkeypatch.setattr(whereabouts, "operations_begun", begun)
-    monkeypatch.setattr(whereabouts, "stands_in_one", lambda: True)
+    monkeypatch.setattr(rendezvous, "operations_begun", begun)
+    monkeypatch.setattr(rendezvous, "stands_in_one", lambda: True)
     ranks = Ranks(2)
     for thread in [ranks.meeting(0, LONG), ranks.meeting(1, LONG)]:
         thread.join()
@@ -121,7 +121,7 @@ def test_only_a_rank_in_a_collective_can_have_passed(file: str, function: str, s
     thread.start()
     begun.wait()
     try:
-        assert stands == whereabouts.stands_in_one()
+        assert stands == rendezvous.stands_in_one()
     finally:
         go.set()
         thread.join()

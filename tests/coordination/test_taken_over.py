@@ -12,7 +12,7 @@ import pytest
 from nxd_ckpt.commit.publication import InPlace, Publication, Staged, is_visible
 from nxd_ckpt.commit.retention import retire_unpinned
 from nxd_ckpt.coordination import intents
-from nxd_ckpt.coordination.paths import COPIES, PINS, STAGING, TRASH, VOTES, staging_dir, unfinished_dir
+from nxd_ckpt.coordination.control_files import COPIES, PINS, STAGING, TRASH, VOTES, staging_dir, unfinished_dir
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.topology import Coordinates

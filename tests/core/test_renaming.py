@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxd_ckpt.core.filtering import Ignored, unmatched
-from nxd_ckpt.core.renaming import Renaming
+from nxd_ckpt.core.name_patterns import Ignored, Renaming, unmatched
 from nxd_ckpt.errors import InvalidArgument
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

@@ -26,7 +26,7 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument
 from nxd_ckpt.prune import pin_checkpoint
-from nxd_ckpt.reshard.tally import Tally
+from nxd_ckpt.reshard.summary import Tally
 from nxd_ckpt.tag import side_by_side
 from tests.cli.checkpoints import CUTS, PLACES, held, save_examples
 from tests.golden.checkpoints import CONFIGURATIONS, saved

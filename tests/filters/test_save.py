@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.core.tag_templates import filled_tag
+from nxd_ckpt.core.tags import filled_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, InvalidTag, PartNotFound, SaveFailed
 from nxd_ckpt.saving.options import understood
 

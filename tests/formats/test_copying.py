@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_ckpt.formats.copying import copy_values
+from nxd_ckpt.formats.memory import copy_values
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt.core.dtypes import NBYTES
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.memory import byte_view, torch_dtype
 from nxd_ckpt.formats.tensors import (
+    NBYTES,
     StorageSpan,
     TensorStub,
     dtype_name,

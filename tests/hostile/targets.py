@@ -18,7 +18,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, checkpoint_statistics, open_checkpoint
 from nxd_ckpt.coordination import intents, journal, lease
-from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file
+from nxd_ckpt.coordination.control_files import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import load_index, load_manifest, load_parameters

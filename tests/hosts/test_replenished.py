@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.coordination.paths import FETCHED
+from nxd_ckpt.coordination.control_files import FETCHED
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.output.cp_files import TagFile
 from nxd_ckpt.tiers.hosts import Fetch, missing_copies

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import LEASE, ON_HOSTS, STAGING, VOTES
+from nxd_ckpt.coordination.control_files import LEASE, ON_HOSTS, STAGING, VOTES
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import DirEntry, Storage, completed
 from nxd_ckpt.storage.hosts.directory import OwnDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_ckpt.coordination.paths import ON_HOSTS
+from nxd_ckpt.coordination.control_files import ON_HOSTS
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.hosts_storage import Directory, Hosts, HostsStorage
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory

@@ -16,7 +16,7 @@ from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.options.hugging_face import Dtype
+from nxd_ckpt.options.conversion import Dtype
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, use_small_waves, weights, write_as_nxd, write_config

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import IncompatibleState
-from nxd_ckpt.tag import equality
+from nxd_ckpt.tag import side_by_side
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -86,7 +86,7 @@ def test_equal_tensors_load(
     tmp_path: Path, write: Callable[[Path, Model], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where they are compared in parts."""
-    monkeypatch.setattr(equality, "_NBYTES", 40)
+    monkeypatch.setattr(side_by_side, "_NBYTES", 40)
     saved, live = Model(tie=False), Model(tie=True)
     with torch.no_grad():
         saved.head.weight.copy_(saved.embed.weight)

@@ -31,7 +31,7 @@ _PICKLES = [
 TESTS: dict[str, list[str]] = {
     "core/votes": ["tests/core/test_votes.py"],
     "core/retention_rules": ["tests/core/test_retention.py"],
-    "core/filtering": _FILTERS,
+    "core/name_patterns": _FILTERS,
     "formats/machine": _PICKLES,
     "formats/plain_data": _PICKLES,
     "formats/safe_globals": _PICKLES,

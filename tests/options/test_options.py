@@ -15,7 +15,7 @@ import pytest
 from nxd_ckpt import Checkpointer, Tier, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.core.option_classes import _OURS, fields_of
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.options.tags import CopyOptions
+from nxd_ckpt.options.execution import CopyOptions
 from tests.docs.markdown import REPOSITORY
 from tests.options.keywords import DOCUMENT, FUNCTIONS, rendered
 

@@ -16,7 +16,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Tier, Topology
 from nxd_ckpt.commit import session
-from nxd_ckpt.coordination.paths import LEASE, VOTES
+from nxd_ckpt.coordination.control_files import LEASE, VOTES
 from nxd_ckpt.errors import (
     CheckpointError,
     DirectoryInUse,

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nxd_ckpt.coordination.paths import JOURNAL
+from nxd_ckpt.coordination.control_files import JOURNAL
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.staging import Stager

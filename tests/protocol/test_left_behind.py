@@ -8,7 +8,7 @@ import pytest
 
 from nxd_ckpt import Checkpointer, effects
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import HEARTBEAT, JOURNAL
+from nxd_ckpt.coordination.control_files import HEARTBEAT, JOURNAL
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.verify import verify_checkpoint

@@ -30,8 +30,7 @@ from nxd_ckpt import (
 from nxd_ckpt.commit import commit
 from nxd_ckpt.commit import retention as save_retention
 from nxd_ckpt.coordination import control_files, intents, journal
-from nxd_ckpt.coordination.control_files import pin
-from nxd_ckpt.coordination.paths import TRASH, trash_file
+from nxd_ckpt.coordination.control_files import TRASH, pin, trash_file
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.retention_rules import Rule

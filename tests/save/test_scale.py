@@ -17,7 +17,7 @@ from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.voting import AttemptVotes
-from nxd_ckpt.coordination.paths import rank_file, staging_dir, verdict_dir
+from nxd_ckpt.coordination.control_files import rank_file, staging_dir, verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, Parts, RankIndex, dump_index
 from nxd_ckpt.core.retention_rules import Last

@@ -570,7 +570,7 @@ BREAKS += [
     Break(
         "`done` does not name its attempt", "store",
         {
-            "nxd_ckpt/tag/order.py": (
+            "nxd_ckpt/tag/identity.py": (
                 'f"{order_text(order_time)} {attempt}".encode()',
                 "order_text(order_time).encode()",
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from nxd_ckpt.coordination.paths import PROBES, RUNS, VOTES
+from nxd_ckpt.coordination.control_files import PROBES, RUNS, VOTES
 from tests.simulation.job import Job, among
 from tests.simulation.stage import DiskStage
 from tests.simulation.world import EPOCH, Disk, Killed, Process, Remains, Seen, World, crash_states, inhabited

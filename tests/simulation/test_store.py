@@ -15,8 +15,7 @@ import torch
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.base import DirEntry, Storage
-from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.surveyed import surveyed
+from nxd_ckpt.tag.directory import list_tags, surveyed
 from nxd_ckpt.testing.contract import StorageContract
 from tests.simulation.job import Save, among, checkpointer, loaded, run_to_end, state
 from tests.simulation.stage import Stage

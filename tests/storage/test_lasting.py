@@ -12,7 +12,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, unshard_checkpoint
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.paths import LEASE
+from nxd_ckpt.coordination.control_files import LEASE
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import sync_path

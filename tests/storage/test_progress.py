@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Partition, Topology
-from nxd_ckpt.formats.copying import copy_values
+from nxd_ckpt.formats.memory import copy_values
 from nxd_ckpt.saving import staging
 from nxd_ckpt.storage import progress
 from nxd_ckpt.storage.local import LocalStorage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxd_ckpt.storage.base import DirEntry
-from nxd_ckpt.tag.surveyed import surveyed
+from nxd_ckpt.tag.directory import surveyed
 from nxd_ckpt.testing.storage import MemoryStorage
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]

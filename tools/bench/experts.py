@@ -82,7 +82,7 @@ FLOOR = """
 import mmap, os, pathlib, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import torch
-from nxd_ckpt.formats.copying import copy_values
+from nxd_ckpt.formats.memory import copy_values
 from nxd_ckpt.formats.crc32 import crc32
 
 source, target, wide, hidden = pathlib.Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:])

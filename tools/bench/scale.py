@@ -25,7 +25,7 @@ from nxd_ckpt.commit.commit import Commit, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.voting import AttemptVotes
-from nxd_ckpt.coordination.paths import staging_dir, verdict_dir
+from nxd_ckpt.coordination.control_files import staging_dir, verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
     CRC_BLOCK,

@@ -34,8 +34,7 @@ from typing import Any, BinaryIO, Protocol
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.system import locked, sync_file
-from nxd_ckpt.storage.work_dir import default_work_dir, opened
+from nxd_ckpt.storage.system import default_work_dir, locked, opened, sync_file
 
 GZIP, ZSTD, BZIP2, XZ, LZMA = "gzip", "zstd", "bzip2", "xz", "lzma"
 SUFFIXES: Mapping[str, str] = {

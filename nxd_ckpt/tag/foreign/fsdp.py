@@ -18,7 +18,7 @@ from typing import Any
 from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.limits import check_sizes
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.param_groups import NOT_DECAYED, Shape, grouped
+from nxd_ckpt.core.parameter_names import NOT_DECAYED, Shape, grouped
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import (

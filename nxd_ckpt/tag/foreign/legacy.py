@@ -22,11 +22,10 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.names import ParsedName
+from nxd_ckpt.core.names import ParsedName, describe, spanned
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.grid import describe, spanned
 from nxd_ckpt.tag.payload import Payload, PayloadFile, payload_of, refuse_other_counts
 from nxd_ckpt.tag.state_dicts import checked_optimizer, reading
 

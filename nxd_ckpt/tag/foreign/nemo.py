@@ -19,14 +19,13 @@ from itertools import count, takewhile
 from typing import Any
 
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.names import ParsedName
+from nxd_ckpt.core.names import ParsedName, describe, holes, spanned
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.grid import describe, holes, spanned
 from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, PayloadFile, payload_of, refuse_other_counts
 from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.dcp_names import PARAMS, Path
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import DCP_METADATA, RANKS, check_count, check_sizes, checked_key, shown
 from nxd_ckpt.core.mesh import Mesh, Shard
-from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.dtensors import DTensorPart, layout_of, local_tensor

@@ -19,12 +19,19 @@ from nxd_ckpt.formats.zip_directory import LOCAL_MARK
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign import legacy, nemo, presharded, rank_items, torch_xla_files, whole_files
+from nxd_ckpt.tag.foreign import legacy, nemo, rank_items, torch_xla_files, whole_files
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, DcpTensors
 from nxd_ckpt.tag.foreign.other_kinds import holds_one_file
 from nxd_ckpt.tag.foreign.rank_items import RankItems
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, TieredFiles, tiered_saves
-from nxd_ckpt.tag.foreign.weight_files import WEIGHT_FILES, has_weights, refuse_part, torch_files
+from nxd_ckpt.tag.foreign.weight_files import (
+    WEIGHT_FILES,
+    PreshardedFiles,
+    has_weights,
+    is_presharded,
+    refuse_part,
+    torch_files,
+)
 from nxd_ckpt.tag.nxd_tag import TagLayout
 
 
@@ -151,7 +158,7 @@ def _open_tiered(files: TagFiles) -> TagLayout:
 
 _OPENS: Mapping[Program, Callable[[TagFiles], TagLayout]] = {
     Program.TIERED: _open_tiered,
-    Program.PRESHARDED: presharded.PreshardedFiles,
+    Program.PRESHARDED: PreshardedFiles,
     Program.TORCH_XLA: torch_xla_files.open_files,
     Program.TORCH_DCP: lambda files: DcpDirectory(files, DcpTensors(files, DcpFiles())),
     Program.TORCH_CHECKPOINTING: lambda files: DcpDirectory(files, RankItems(files)),
@@ -247,7 +254,7 @@ class _Folder:
 
     @property
     def is_hugging_face(self) -> bool:
-        weights = has_weights(name for name in self.listing if not presharded.is_present([name]))
+        weights = has_weights(name for name in self.listing if not is_presharded([name]))
         others = self.is_optimum or torch_xla_files.is_trainers(self.listing)
         return weights and "config.json" in self.listing and not others
 
@@ -261,7 +268,7 @@ _TESTS: Mapping[Program, Callable[[_Folder], bool]] = {
     Program.NEMO: lambda one: bool(nemo.saves(one.storage, one.key)),
     Program.NXD_LEGACY: lambda one: one.is_legacy,
     Program.TIERED: lambda one: bool(tiered_saves(one.storage, one.key)),
-    Program.PRESHARDED: lambda one: presharded.is_present(one.listing),
+    Program.PRESHARDED: lambda one: is_presharded(one.listing),
     Program.TORCH_XLA: lambda one: torch_xla_files.is_present(one.listing),
     Program.TORCH_DCP: lambda one: METADATA in one.listing,
     Program.TORCH_CHECKPOINTING: lambda one: rank_items.is_present(one.listing),

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import RANKS, check_count
-from nxd_ckpt.core.parsing import parsing
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.tag.files import TagFiles

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from nxd_ckpt.core import document, names
-from nxd_ckpt.core.parsing import parsing
+from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
