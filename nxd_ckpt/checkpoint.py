@@ -18,13 +18,12 @@ import torch
 from typing_extensions import Unpack
 
 from nxd_ckpt.core.box import Box, box_of
-from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest, Parts
 from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import CheckpointError, KeyMismatch, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import KeyMismatch, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.keywords import LoadKeysKeywords, OpenKeywords
 from nxd_ckpt.live.parameters import refuse_fake_mode
@@ -75,14 +74,6 @@ class Checkpoint:
             return f"<Checkpoint {self._opened.where}, by another program>"
         sizes = " ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         return f"<Checkpoint {self._opened.where}, {sizes}>"
-
-    def _repr_html_(self) -> str:
-        """Return a table for a notebook: its tensors, as far as they are known."""
-        try:
-            tensors = [(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in self.metadata.values()]
-        except CheckpointError as error:
-            return html_table(f"{self!r}: {error}", (), ())
-        return html_table(repr(self), ("tensor", "dtype", "shape", "bytes"), tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_again, (self._arguments, self.tag, self._opened.save)

@@ -33,101 +33,281 @@ Seconds = float | str
 Minutes = float | str
 """Units as callers may write them; in the options they are numbers."""
 
-# fmt: off
-# ruff: noqa: UP013
+
 # ---- generated ----
-CheckpointerKeywords = TypedDict("CheckpointerKeywords", {
-    "run_id": str | None, "durable": bool, "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure,
-    "max_failed_saves": Count, "topology": Topology | None, "process_group": Any, "timeout": Seconds,
-    "storage_options": StorageOptions | None, "num_kept_ckpts": NumKept, "retain": Retain, "preemption": Notice,
-    "preemption_grace": Seconds, "every": Count | None, "every_minutes": Minutes | None,
-    "final_save": Callable[[int], object] | None,
-}, total=False)
-ConvertKeywords = TypedDict("ConvertKeywords", {
-    "to": Form | None, "names": NamesOf | None, "dp": Count | None, "tp": Count | None, "pp": Count | None,
-    "ep": Count | None, "stages": Names | None, "virtual_pp": Count, "use_xser": bool | None, "optimizer": bool | None,
-    "optimizer_form": OptimizerForm | None, "optim_only": bool, "model_key": str | None, "optim_key": str | None,
-    "flatten_optimizer_state": bool, "torchtitan_release": Release, "config": StrPath | None, "mapping": MappingSpec,
-    "prefix": str, "key_mapping": Mapping[str, str] | None, "kv_size_multiplier": Count | None,
-    "hardware": Hardware | None, "pad_attn_heads": bool, "dtype": Dtype | None, "qkv_linear": bool, "fuse_qkv": bool,
-    "coalesce_qkv": bool, "split_gate_up": bool, "tokenizer": StrPath | None, "master_weights": bool,
-    "presharded": bool, "model": str | None, "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy,
-    "sha256": bool, "size_per_shard": ShardSize, "partitions": Mapping[str, Partition] | None,
-    "saved_param_names": SavedNames | None, "all_ranks": bool, "timeout": Seconds, "num_workers": Count,
-    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
-}, total=False)
-CopyKeywords = TypedDict("CopyKeywords", {
-    "hard_links": bool, "num_workers": Count, "max_bytes_per_second": Size | None, "timeout": Seconds,
-    "overwrite": bool, "dry_run": bool, "storage_options": StorageOptions | None,
-    "output_options": StorageOptions | None, "durable": bool, "progress": bool,
-}, total=False)
-DirectoryKeywords = TypedDict("DirectoryKeywords", {
-    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
-}, total=False)
-InstallKeywords = TypedDict("InstallKeywords", {
-    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": NumKept, "zero1_optimizer": bool,
-    "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
-    "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
-    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "files": Mapping[str, str] | None,
-    "max_bytes_per_second": Size | None, "dedup": bool, "run_id": str | None, "durable": bool,
-    "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure, "max_failed_saves": Count,
-    "topology": Topology | None, "process_group": Any, "timeout": Seconds, "storage_options": StorageOptions | None,
-    "strict": bool, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
-    "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "mapping": MappingSpec,
-    "kv_size_multiplier": Count, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
-    "load_weights_only": bool, "strict_model_weights": bool | None, "tag_values": TagValues | None,
-    "prove": bool | None, "fallback": bool, "pre_download": bool, "work_dir": StrPath | None,
-}, total=False)
-LoadCheckpointKeywords = TypedDict("LoadCheckpointKeywords", {
-    "param_names": Sequence[Sequence[str]] | None, "saved_param_names": Sequence[Sequence[Sequence[str]]] | None,
-    "partitions": Mapping[str, Partition] | None, "rank_content": dict[Any, Any] | None, "verify": Verify | None,
-    "share_reads": bool | None, "trust_pickle": bool, "progress": bool, "mapping": MappingSpec,
-    "kv_size_multiplier": Count, "hardware": Hardware, "key_mapping": Mapping[str, str] | None, "prefix": str,
-    "ignore_keys": IgnoreKeys | None, "weights_only": bool, "load_weights_only": bool,
-    "strict_model_weights": bool | None, "tag_values": TagValues | None, "prove": bool | None, "fallback": bool,
-    "pre_download": bool, "work_dir": StrPath | None, "topology": Topology | None, "process_group": Any,
-    "timeout": Seconds, "storage_options": StorageOptions | None,
-}, total=False)
-LoadKeysKeywords = TypedDict("LoadKeysKeywords", {
-    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "trust_pickle": bool,
-    "storage_options": StorageOptions | None, "pre_download": bool, "work_dir": StrPath | None,
-}, total=False)
-LoadKeywords = TypedDict("LoadKeywords", {
-    "strict": bool, "num_workers": int | None, "use_zero1_dcp": bool, "param_names": Sequence[Sequence[str]] | None,
-    "saved_param_names": Sequence[Sequence[Sequence[str]]] | None, "partitions": Mapping[str, Partition] | None,
-    "rank_content": dict[Any, Any] | None, "verify": Verify | None, "share_reads": bool | None, "trust_pickle": bool,
-    "progress": bool, "mapping": MappingSpec, "kv_size_multiplier": Count, "hardware": Hardware,
-    "key_mapping": Mapping[str, str] | None, "prefix": str, "ignore_keys": IgnoreKeys | None, "weights_only": bool,
-    "load_weights_only": bool, "strict_model_weights": bool | None, "tag_values": TagValues | None,
-    "prove": bool | None, "fallback": bool, "pre_download": bool, "work_dir": StrPath | None,
-}, total=False)
-OpenKeywords = TypedDict("OpenKeywords", {
-    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "trust_pickle": bool,
-    "storage_options": StorageOptions | None,
-}, total=False)
-PruneKeywords = TypedDict("PruneKeywords", {
-    "dry_run": bool, "verify": bool | None, "pinned_only": bool, "storage_options": StorageOptions | None,
-    "timeout": Seconds, "progress": bool,
-}, total=False)
-SaveCheckpointKeywords = TypedDict("SaveCheckpointKeywords", {
-    "param_names": Sequence[Sequence[str]] | None, "partitions": Mapping[str, Partition] | None, "trust_pickle": bool,
-    "overwrite": bool | None, "weights_only": bool, "ignore_keys": IgnoreKeys | None, "retain": Retain,
-    "metrics": GivenMetrics, "files": Mapping[str, str] | None, "max_bytes_per_second": Size | None, "dedup": bool,
-    "run_id": str | None, "durable": bool, "memory_cap": Size | None, "progress": bool, "on_save_failure": OnFailure,
-    "max_failed_saves": Count, "topology": Topology | None, "process_group": Any, "timeout": Seconds,
-    "storage_options": StorageOptions | None,
-}, total=False)
-SaveKeywords = TypedDict("SaveKeywords", {
-    "num_workers": int | None, "use_xser": bool, "num_kept_ckpts": NumKept, "zero1_optimizer": bool,
-    "use_zero1_dcp": bool, "avoid_saving_lower_precision_weights": bool, "param_names": Sequence[Sequence[str]] | None,
-    "partitions": Mapping[str, Partition] | None, "trust_pickle": bool, "overwrite": bool | None, "weights_only": bool,
-    "ignore_keys": IgnoreKeys | None, "retain": Retain, "metrics": GivenMetrics, "files": Mapping[str, str] | None,
-    "max_bytes_per_second": Size | None, "dedup": bool,
-}, total=False)
-UnshardKeywords = TypedDict("UnshardKeywords", {
-    "use_safetensors": bool, "unshard_strategy": StrategyName | Strategy, "sha256": bool, "size_per_shard": ShardSize,
-    "partitions": Mapping[str, Partition] | None, "saved_param_names": SavedNames | None, "overwrite": bool,
-    "dry_run": bool, "storage_options": StorageOptions | None, "output_options": StorageOptions | None, "durable": bool,
-    "progress": bool,
-}, total=False)
+class CheckpointerKeywords(TypedDict, total=False):
+    run_id: str | None
+    durable: bool
+    memory_cap: Size | None
+    progress: bool
+    on_save_failure: OnFailure
+    max_failed_saves: Count
+    topology: Topology | None
+    process_group: Any
+    timeout: Seconds
+    storage_options: StorageOptions | None
+    num_kept_ckpts: NumKept
+    retain: Retain
+    preemption: Notice
+    preemption_grace: Seconds
+    every: Count | None
+    every_minutes: Minutes | None
+    final_save: Callable[[int], object] | None
+
+
+class ConvertKeywords(TypedDict, total=False):
+    to: Form | None
+    names: NamesOf | None
+    dp: Count | None
+    tp: Count | None
+    pp: Count | None
+    ep: Count | None
+    stages: Names | None
+    virtual_pp: Count
+    use_xser: bool | None
+    optimizer: bool | None
+    optimizer_form: OptimizerForm | None
+    optim_only: bool
+    model_key: str | None
+    optim_key: str | None
+    flatten_optimizer_state: bool
+    torchtitan_release: Release
+    config: StrPath | None
+    mapping: MappingSpec
+    prefix: str
+    key_mapping: Mapping[str, str] | None
+    kv_size_multiplier: Count | None
+    hardware: Hardware | None
+    pad_attn_heads: bool
+    dtype: Dtype | None
+    qkv_linear: bool
+    fuse_qkv: bool
+    coalesce_qkv: bool
+    split_gate_up: bool
+    tokenizer: StrPath | None
+    master_weights: bool
+    presharded: bool
+    model: str | None
+    use_safetensors: bool
+    unshard_strategy: StrategyName | Strategy
+    sha256: bool
+    size_per_shard: ShardSize
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+    all_ranks: bool
+    timeout: Seconds
+    num_workers: Count
+    overwrite: bool
+    dry_run: bool
+    storage_options: StorageOptions | None
+    output_options: StorageOptions | None
+    durable: bool
+    progress: bool
+
+
+class CopyKeywords(TypedDict, total=False):
+    hard_links: bool
+    num_workers: Count
+    max_bytes_per_second: Size | None
+    timeout: Seconds
+    overwrite: bool
+    dry_run: bool
+    storage_options: StorageOptions | None
+    output_options: StorageOptions | None
+    durable: bool
+    progress: bool
+
+
+class DirectoryKeywords(TypedDict, total=False):
+    topology: Topology | None
+    process_group: Any
+    timeout: Seconds
+    storage_options: StorageOptions | None
+
+
+class InstallKeywords(TypedDict, total=False):
+    num_workers: int | None
+    use_xser: bool
+    num_kept_ckpts: NumKept
+    zero1_optimizer: bool
+    use_zero1_dcp: bool
+    avoid_saving_lower_precision_weights: bool
+    param_names: Sequence[Sequence[str]] | None
+    partitions: Mapping[str, Partition] | None
+    trust_pickle: bool
+    overwrite: bool | None
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+    retain: Retain
+    metrics: GivenMetrics
+    files: Mapping[str, str] | None
+    max_bytes_per_second: Size | None
+    dedup: bool
+    run_id: str | None
+    durable: bool
+    memory_cap: Size | None
+    progress: bool
+    on_save_failure: OnFailure
+    max_failed_saves: Count
+    topology: Topology | None
+    process_group: Any
+    timeout: Seconds
+    storage_options: StorageOptions | None
+    strict: bool
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
+    rank_content: dict[Any, Any] | None
+    verify: Verify | None
+    share_reads: bool | None
+    mapping: MappingSpec
+    kv_size_multiplier: Count
+    hardware: Hardware
+    key_mapping: Mapping[str, str] | None
+    prefix: str
+    load_weights_only: bool
+    strict_model_weights: bool | None
+    tag_values: TagValues | None
+    prove: bool | None
+    fallback: bool
+    pre_download: bool
+    work_dir: StrPath | None
+
+
+class LoadCheckpointKeywords(TypedDict, total=False):
+    param_names: Sequence[Sequence[str]] | None
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
+    partitions: Mapping[str, Partition] | None
+    rank_content: dict[Any, Any] | None
+    verify: Verify | None
+    share_reads: bool | None
+    trust_pickle: bool
+    progress: bool
+    mapping: MappingSpec
+    kv_size_multiplier: Count
+    hardware: Hardware
+    key_mapping: Mapping[str, str] | None
+    prefix: str
+    ignore_keys: IgnoreKeys | None
+    weights_only: bool
+    load_weights_only: bool
+    strict_model_weights: bool | None
+    tag_values: TagValues | None
+    prove: bool | None
+    fallback: bool
+    pre_download: bool
+    work_dir: StrPath | None
+    topology: Topology | None
+    process_group: Any
+    timeout: Seconds
+    storage_options: StorageOptions | None
+
+
+class LoadKeysKeywords(TypedDict, total=False):
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+    trust_pickle: bool
+    storage_options: StorageOptions | None
+    pre_download: bool
+    work_dir: StrPath | None
+
+
+class LoadKeywords(TypedDict, total=False):
+    strict: bool
+    num_workers: int | None
+    use_zero1_dcp: bool
+    param_names: Sequence[Sequence[str]] | None
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
+    partitions: Mapping[str, Partition] | None
+    rank_content: dict[Any, Any] | None
+    verify: Verify | None
+    share_reads: bool | None
+    trust_pickle: bool
+    progress: bool
+    mapping: MappingSpec
+    kv_size_multiplier: Count
+    hardware: Hardware
+    key_mapping: Mapping[str, str] | None
+    prefix: str
+    ignore_keys: IgnoreKeys | None
+    weights_only: bool
+    load_weights_only: bool
+    strict_model_weights: bool | None
+    tag_values: TagValues | None
+    prove: bool | None
+    fallback: bool
+    pre_download: bool
+    work_dir: StrPath | None
+
+
+class OpenKeywords(TypedDict, total=False):
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+    trust_pickle: bool
+    storage_options: StorageOptions | None
+
+
+class PruneKeywords(TypedDict, total=False):
+    dry_run: bool
+    verify: bool | None
+    pinned_only: bool
+    storage_options: StorageOptions | None
+    timeout: Seconds
+    progress: bool
+
+
+class SaveCheckpointKeywords(TypedDict, total=False):
+    param_names: Sequence[Sequence[str]] | None
+    partitions: Mapping[str, Partition] | None
+    trust_pickle: bool
+    overwrite: bool | None
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+    retain: Retain
+    metrics: GivenMetrics
+    files: Mapping[str, str] | None
+    max_bytes_per_second: Size | None
+    dedup: bool
+    run_id: str | None
+    durable: bool
+    memory_cap: Size | None
+    progress: bool
+    on_save_failure: OnFailure
+    max_failed_saves: Count
+    topology: Topology | None
+    process_group: Any
+    timeout: Seconds
+    storage_options: StorageOptions | None
+
+
+class SaveKeywords(TypedDict, total=False):
+    num_workers: int | None
+    use_xser: bool
+    num_kept_ckpts: NumKept
+    zero1_optimizer: bool
+    use_zero1_dcp: bool
+    avoid_saving_lower_precision_weights: bool
+    param_names: Sequence[Sequence[str]] | None
+    partitions: Mapping[str, Partition] | None
+    trust_pickle: bool
+    overwrite: bool | None
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+    retain: Retain
+    metrics: GivenMetrics
+    files: Mapping[str, str] | None
+    max_bytes_per_second: Size | None
+    dedup: bool
+
+
+class UnshardKeywords(TypedDict, total=False):
+    use_safetensors: bool
+    unshard_strategy: StrategyName | Strategy
+    sha256: bool
+    size_per_shard: ShardSize
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+    overwrite: bool
+    dry_run: bool
+    storage_options: StorageOptions | None
+    output_options: StorageOptions | None
+    durable: bool
+    progress: bool

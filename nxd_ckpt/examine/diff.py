@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
-from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly
@@ -213,21 +212,6 @@ class Difference:
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.values or self.problems)
-
-    def _repr_html_(self) -> str:
-        """Return a table for a notebook."""
-        rows: list[tuple[Any, ...]] = []
-        for tensor in self.tensors:
-            measures = map(_rounded, (tensor.max_difference, tensor.relative_norm))
-            rows.append((tensor.name, tensor.kind, tensor.differing, *measures))
-        rows += [(value.name, "value", f"{value.a!r:.80}", f"{value.b!r:.80}", None) for value in self.values]
-        head = ("name", "what differs", "elements, or a", "max |a - b|, or b", "||a - b|| / ||a||")
-        differ = f"{len(self.tensors)} tensors and {len(self.values)} values differ"
-        return html_table(f"{differ}, {self.same_tensors} tensors are the same", head, rows)
-
-
-def _rounded(number: float | None) -> str | None:
-    return None if number is None else f"{number:.4g}"
 
 
 @as_checkpoint_errors()

@@ -10,7 +10,6 @@ import torch
 
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.core.findings import Finding, doubt, problem
-from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
@@ -55,12 +54,6 @@ class Examination:
 
     def __bool__(self) -> bool:
         return not any(finding.severity == "problem" for finding in self.findings)
-
-    def _repr_html_(self) -> str:
-        """Return a table for a notebook."""
-        rows = [(finding.severity, finding.kind, finding.what, finding.message) for finding in self.findings]
-        after = "" if self.before is None else f" after {self.before}"
-        return html_table(f"{self.tag}{after}: {'ok' if self else 'not ok'}", ("", "kind", "what", "message"), rows)
 
 
 @as_checkpoint_errors()

@@ -16,14 +16,12 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination.control_files import pinned
 from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.core import names
-from nxd_ckpt.core.html_table import html_table
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.names import describe, holes
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention_rules import Best, Metrics
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, in_order, latest, step_of
-from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -95,26 +93,16 @@ class ListedTag:
 _SAME = ("complete", "latest", "pinned", "nbytes", "topology", "written_by", "metrics")
 
 
-class TagList(tuple[ListedTag, ...]):
-    """Tags of a directory, in the order in which they became visible."""
-
-    def _repr_html_(self) -> str:
-        """Return a table for a notebook, newest first."""
-        complete = sum(tag.complete for tag in self)
-        head = ("tag", "state", "saved (UTC)", "size", "topology", "problems")
-        return html_table(f"{len(self)} tags, {complete} complete", head, [_html_row(tag) for tag in reversed(self)])
-
-
 @as_checkpoint_errors()
 @takes()
-def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options = None) -> TagList:
+def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options = None) -> tuple[ListedTag, ...]:
     """Return the tags of a directory, complete or not, in the order in which they became visible. Reads no tensor.
 
     Raises:
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     tags = directory_document(os.fspath(path), storage_options)["tags"]
-    return TagList(
+    return tuple(
         ListedTag(
             tag=tag["tag"],
             saved=_time_of(tag["order_time"]),
@@ -318,14 +306,6 @@ def time_text(seconds: float) -> str:
 
 def _time_of(text: str | None) -> datetime | None:
     return None if text is None else datetime.fromisoformat(text.removesuffix("Z")).replace(tzinfo=timezone.utc)
-
-
-def _html_row(tag: ListedTag) -> tuple[object, ...]:
-    state = "latest" if tag.latest else "complete" if tag.complete else "incomplete"
-    saved = "?" if tag.saved is None else f"{tag.saved:%Y-%m-%d %H:%M:%S}"
-    sizes = " ".join(f"{name}={'?' if count is None else count}" for name, count in (tag.topology or {}).items())
-    name = tag.tag or "(the directory itself)"
-    return name, f"{state}, pinned" if tag.pinned else state, saved, size(tag.nbytes), sizes, "; ".join(tag.problems)
 
 
 def _sizes(opened: OpenTag) -> dict[str, int | None]:

@@ -9,7 +9,6 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import nxd_ckpt
@@ -40,12 +39,11 @@ def rendered(text: str) -> str:
     for function in FUNCTIONS:
         name = function.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")
         own, shown = own_parameters(function), inspect.signature(function).parameters.values()
-        entries = [f'"{one.name}": {one.annotation},' for one in shown if one.name not in own]
-        unbroken = " ".join(entry.replace(" ", "~") for entry in entries)
-        lines = fill(unbroken, 120, initial_indent="    ", subsequent_indent="    ").replace("~", " ")
-        kind = f'{name} = TypedDict("{name}", {{\n{lines}\n}}, total=False)\n'
+        entries = [f"    {one.name}: {one.annotation}\n" for one in shown if one.name not in own]
+        kind = f"class {name}(TypedDict, total=False):\n{''.join(entries)}"
         assert kinds.setdefault(name, kind) == kind, f"{function.__qualname__} takes other keywords than {name}"
-    return re.sub(f"{_MARK}.*", lambda _: _MARK + "".join(kind for _, kind in sorted(kinds.items())), text, flags=re.S)
+    classes = "\n\n".join(kind for _, kind in sorted(kinds.items()))
+    return re.sub(f"{_MARK}.*", lambda _: _MARK + classes, text, flags=re.S)
 
 
 if __name__ == "__main__":
