@@ -176,6 +176,7 @@ class Session:
     surplus: deque[str] = field(default_factory=deque)
     """Tags to remove behind the saves in flight, see `commit.retention.remove_surplus`."""
     warned_of_steps: bool = False
+    warned_of_content: bool = False
     """True if it was said that a save has an earlier step than the latest tag."""
     _spares: list[str] = field(default_factory=list)
     _give_host_back: Callable[[], None] = lambda: None

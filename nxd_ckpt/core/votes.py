@@ -26,6 +26,12 @@ WHOLE, SAMPLES = "whole", "samples"
 VALUES = " values"
 """End of what a claim is about, if that is no tensors."""
 
+_USER_CONTENT = f"0|user_content{VALUES}|{WHOLE}"
+"""The claim of user content, of which a tag has rank 0's, for all."""
+
+_BESIDE = {"user_content": "user_content=", "scheduler": "a scheduler, or objects in state="}
+"""What is written for all ranks beside model and optimizer, in words."""
+
 
 class Claim(NamedTuple):
     """Copies that ranks hold: the rank that ``writes`` them, and ``what`` they are.
@@ -69,6 +75,7 @@ class Vote:
         claims: digests of everything that other ranks hold copies of, by the key of a `Claim`.
         per_rank: names of what it saved for itself, because another rank, which writes for all, has other values.
         lost: those of them of which it had no copy any more when it noticed.
+        rank_content: True if it saved content of its own.
     """
 
     rank: int
@@ -86,6 +93,7 @@ class Vote:
     claims: Mapping[str, int] = field(default_factory=dict)
     per_rank: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    rank_content: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,7 @@ def load_vote(data: bytes, where: str) -> Vote:
             claims=_digests(fields["claims"]),
             per_rank=_texts(fields["per_rank"]),
             lost=_texts(fields["lost"]),
+            rank_content=checked(bool, fields["rank_content"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise MalformedFile(f"{where}: not a vote of this version ({problem})") from problem
@@ -162,9 +171,10 @@ def _raise_loss_of(vote: Vote, votes: Sequence[Vote]) -> None:
         )
     for claim in map(Claim.of, vote.claims):
         if claim.what.endswith(VALUES) and claim.key not in votes[claim.writes].claims:
+            what = claim.what.removesuffix(VALUES)
             raise RanksDisagree(
-                f"rank {vote.rank} saves a scheduler, or objects in state=, and rank {claim.writes}, which writes them "
-                "for all, has none: pass them on all ranks, or save what this rank alone has by rank_content="
+                f"rank {vote.rank} saves {_BESIDE.get(what, what)}, and rank {claim.writes}, which writes that for "
+                "all, has none: pass it on all ranks, or save what this rank alone has by rank_content="
             )
 
 
@@ -215,7 +225,13 @@ def disputed(votes: Sequence[Vote]) -> list[str]:
         for key, digest in vote.claims.items()
         if votes[Claim.of(key).writes].claims.get(key) != digest
     }
-    return sorted(keys)
+    return sorted(keys - {_USER_CONTENT})
+
+
+def with_other_user_content(votes: Sequence[Vote]) -> list[int]:
+    """Return the ranks that passed other user content than rank 0's, which is saved for all."""
+    digests = {vote.rank: vote.claims[_USER_CONTENT] for vote in votes if _USER_CONTENT in vote.claims}
+    return [rank for rank, digest in digests.items() if digest != digests.get(0, digest)]
 
 
 def _leader(rank: int, topology: Topology) -> int:

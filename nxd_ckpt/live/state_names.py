@@ -74,17 +74,24 @@ def without(
     return left
 
 
-def leaf_name(part: str, path: Path, names: Sequence[str] | None) -> str:
+def leaf_name(part: str, path: Path, names: Sequence[str] | None, text: Callable[[Any], str] = str) -> str:
     """Return the global name of the leaf at ``path`` of the tree of a part, a field of SaveState.
 
-    ``names`` are those of an optimizer's parameters.
+    ``names`` are those of an optimizer's parameters; ``text`` makes text of a key.
     """
     if part != "optimizer":
-        return "/".join(map(str, (part, *path)))
+        return "/".join((part, *map(text, path)))
     if len(path) < 2 or path[0] not in SECTIONS or not isinstance(path[1], int):
-        return "/".join(map(str, ("optim", *path)))
+        return "/".join(("optim", *map(text, path)))
     name = names[path[1]] if names is not None and path[1] < len(names) else f"#{path[1]}"
-    return "/".join(map(str, ("optim", name, *(path[2:] or (MASTER_WEIGHTS,)))))
+    return "/".join(("optim", name, *map(text, path[2:] or (MASTER_WEIGHTS,))))
+
+
+def key_text(key: Any) -> str:
+    """Return text that no other key of a container has, and no slash: "a/b" is not "b" in "a", nor "1" the number."""
+    if type(key) is int or (type(key) is str and not key.removeprefix("-").isdecimal()):
+        return str(key).replace("~", "~0").replace("/", "~1")
+    return "~2" + repr(key).replace("~", "~0").replace("/", "~1")
 
 
 def is_in(part: str, name: str) -> bool:
@@ -109,11 +116,11 @@ def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tup
         children = () if isinstance(node, torch.Tensor) else list(children_of(node))
         if children and (len(path) < _depth(part, path) or next(iter_tensors(node, torch.Tensor), None)):
             if part == "scheduler":
-                yield leaf_name(part, path, names), path, Container(node)
+                yield leaf_name(part, path, names, key_text), path, Container(node)
             for key, child in children:
                 yield from walk(child, (*path, key))
         elif not isinstance(node, torch.Tensor) and path[2:] != ("params",):
-            yield leaf_name(part, path, names), path, node
+            yield leaf_name(part, path, names, key_text), path, node
 
     return walk(tree, ())
 

@@ -20,6 +20,8 @@ from nxd_ckpt.core.parameter_names import names_without_wrappers, plain_names
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
+from nxd_ckpt.formats.copying import strided
+from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, map_tensors, nbytes_of
 from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.mapping import ModelMapping
@@ -357,7 +359,9 @@ class PreparedLoad:
         if self._scheduler is not None:
             self._scheduler_state = trees.rank_state.put_into("scheduler", self._scheduler_state, None)
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
-        self._scheduler_state = map_tensors(self._scheduler_state, opened.read, TensorStub)
+        self._scheduler_state = map_tensors(
+            self._scheduler_state, lambda own: strided(opened.read(own), stored_stride(own)), TensorStub
+        )
         require_taken(self._scheduler, self._scheduler_state, opened.where, opened.refused)
         if trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()

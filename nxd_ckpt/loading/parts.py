@@ -315,7 +315,12 @@ def _same_ranks(opened: OpenTag, topology: Topology) -> bool:
 
 
 def _own(opened: OpenTag, rank: int) -> dict[Any, Any]:
-    content = opened.rank_content(rank)
+    try:
+        content = opened.rank_content(rank)
+    except PartLost:
+        raise
+    except PartNotFound:
+        return {}  # other ranks saved some
     if not isinstance(content, dict):
         raise IncompatibleState(
             f"{opened.where}: rank_content= fills a dict, but rank {rank} saved a {type(content).__name__}; "

@@ -13,7 +13,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
 from nxd_ckpt.live.dtensor import described_layout
-from nxd_ckpt.live.state_names import is_in, leaf_name, replaced, values_in
+from nxd_ckpt.live.state_names import is_in, key_text, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -56,7 +56,8 @@ class RankState:
         absent = [name for name in self.absent if is_in(part, name)]
         if not own and not absent:
             return tree
-        at = {leaf_name(part, path, parameters): path for path, _ in iter_tensors(tree)}
+        text = key_text if part == "scheduler" else str
+        at = {leaf_name(part, path, parameters, text): path for path, _ in iter_tensors(tree)}
         tensors = dict(iter_tensors(tree))
         at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
         values: dict[Path, Any] = {}

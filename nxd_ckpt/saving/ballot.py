@@ -20,7 +20,15 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import goes_back, latest
-from nxd_ckpt.core.votes import Claim, Verdict, Vote, disputed, raise_error_of, require_one_plan
+from nxd_ckpt.core.votes import (
+    Claim,
+    Verdict,
+    Vote,
+    disputed,
+    raise_error_of,
+    require_one_plan,
+    with_other_user_content,
+)
 from nxd_ckpt.errors import (
     CheckpointError,
     MalformedFile,
@@ -187,6 +195,7 @@ class Ballot:
             claims={} if plan.replicas is None else plan.replicas.summary(writer.blocks),
             per_rank=() if plan.replicas is None else tuple({*plan.replicas.own.names, *self._own.names}),
             lost=tuple(self._own.lost),
+            rank_content=plan.parts.rank_content,
         )
 
     def _learn(self, counted: _Counted) -> Verdict:
@@ -237,8 +246,11 @@ class Ballot:
                 raise SaveFailed("rank 0 staged nothing")
             votes = list(self._after_appeal(votes))
             per_rank = tuple(sorted({name for vote in votes for name in vote.per_rank}))
-            request = self._request(self._attempt.plan, voted, per_rank)
+            has_content = any(vote.rank_content for vote in votes)
+            parts = replace(self._attempt.plan.parts, rank_content=has_content)
+            request = self._request(replace(self._attempt.plan, parts=parts), voted, per_rank)
             self._warn_of_earlier_step()
+            self._warn_of_other_content(votes)
             commit(session, session.topology, votes, request)
             return Verdict(per_rank=per_rank), sum(vote.nbytes for vote in votes)
         except (SaveFailed, OutcomeUnknown) as failure:
@@ -377,6 +389,18 @@ class Ballot:
                 self._tag,
                 before,
                 self._tag,
+            )
+
+    def _warn_of_other_content(self, votes: Sequence[Vote]) -> None:
+        """Warn, once in a run, of ranks whose user content is not rank 0's."""
+        session, ranks = self._session, with_other_user_content(votes)
+        if ranks and not session.warned_of_content:
+            session.warned_of_content = True
+            logger.warning(
+                "%s: rank %d passes other user_content= than rank 0, whose is saved for all ranks. rank_content= keeps "
+                "what each rank has of its own",
+                session.storage.url,
+                ranks[0],
             )
 
     def _collect(self, kind: str = VOTE) -> list[Vote]:

@@ -22,6 +22,7 @@ from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.plain_digest import digest_of_value
+from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
 from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import PLAIN
@@ -41,8 +42,8 @@ class Replica(NamedTuple):
 
     It is the tensor ``number`` of the tree of a ``part``; the rank ``writes`` writes it for all that hold the same of
     ``what``. ``place`` is the number of a planned file and of a storage, if this rank writes it. ``mesh`` describes the
-    placement of a DTensor. ``form`` and ``nbytes`` are known here, because the writer's thread must not ask a tensor on
-    a device, which training changes meanwhile.
+    placement of a DTensor. ``form``, ``nbytes`` and ``stride`` are known here, because the writer's thread must not ask
+    a tensor on a device, which training changes meanwhile.
     """
 
     part: str
@@ -54,6 +55,7 @@ class Replica(NamedTuple):
     what: str
     place: tuple[int, int] | None = None
     mesh: str | None = None
+    stride: Stride | None = None
 
     @staticmethod
     def of(
@@ -62,7 +64,7 @@ class Replica(NamedTuple):
     ) -> Replica:
         """Return that of a live tensor, or its stand-in."""
         form = form_of(leaf)
-        return Replica(part, number, name, form, nbytes_of(*form), writes, what, place, mesh)
+        return Replica(part, number, name, form, nbytes_of(*form), writes, what, place, mesh, stride_in_content(leaf))
 
     def claim(self, how: str) -> str:
         return Claim(self.writes, self.what, how).key
@@ -114,7 +116,12 @@ class Values:
 
 
 def is_below(name: str, known: Collection[str]) -> bool:
-    """Return whether a value of this name, or a container that it is in, is ``known``."""
+    """Return whether a value of this name, or a container that it is in, is ``known``.
+
+    Only containers of schedulers and objects have names of their own.
+    """
+    if not is_in("scheduler", name):
+        return name in known
     while known and name and name not in known:
         name = name.rpartition("/")[0]
     return bool(known and name)
@@ -161,9 +168,10 @@ class Own:
 
     def file(self, rank: int, number: int) -> PlannedFile:
         """Return the file to write; ``number`` is that of names.rank_state_file."""
-        for name in [name for name in self.leaves if is_below(name.rpartition("/")[0], self.leaves)]:
+        objects = [name for name in self.leaves if is_in("scheduler", name)]
+        for name in [name for name in objects if is_below(name.rpartition("/")[0], objects)]:
             del self.leaves[name]
-        image = image_of(vars(self), records=True)
+        image = image_of(vars(self), stride_of=stride_in_content, records=True)
         storage_of = {id(tensor): number for number, tensor in enumerate(image.tensors)}
         tensors = [
             NamedTensor(f"{names.RANK_STATE_DIR}/{name}", storage_of[id(leaf)], *form_of(leaf), None)
@@ -351,7 +359,8 @@ class Replicas:
         if self.whole or copy.nbytes <= LARGE:
             staged = self._staged.get(storage_of[number])
             if staged is not None:
-                return _tensor_at(staged, *copy.form)
+                value = _tensor_at(staged, *copy.form)
+                return value if copy.stride is None else with_note(value, copy.stride)
         return self.tensors[copy.part][copy.number] if self.stays else None
 
 

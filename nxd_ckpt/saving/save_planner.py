@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ from nxd_ckpt.core.names import SCHEDULER
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.image import Image
-from nxd_ckpt.formats.state import SaveState
+from nxd_ckpt.formats.plain_digest import digest_of_value
+from nxd_ckpt.formats.state import SaveState, State
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
-from nxd_ckpt.live.state_names import leaf_name
+from nxd_ckpt.live.state_names import key_text, leaf_name
 from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values, is_below
@@ -141,7 +142,7 @@ class Planner:
             trees["scheduler"], structures["scheduler"] = state.scheduler, structure_of(state.scheduler)
         if state.is_of_rank:
             self._known |= {each.name for each in plan.copies}
-        return self._with_replicas(plan, trees, structures, state.optimizer_names)
+        return self._with_replicas(plan, trees, structures, state)
 
     def _plan(self, state: SaveState, structures: Mapping[str, Structure | None]) -> SavePlan:
         complete = {part: structure for part, structure in structures.items() if structure is not None}
@@ -167,6 +168,9 @@ class Planner:
                 checked_optimizer(state.optimizer.tree, "optimizer")
             except MalformedFile as error:
                 raise UnsupportedState(f"{error}: no load would take it") from None
+        if self._topology.world_size > 1:
+            for part in state.trees().values():
+                _refuse_one_name(part)
         return plan_save(state, self._topology, self.groups)
 
     def _with_replicas(
@@ -174,7 +178,7 @@ class Planner:
         plan: SavePlan,
         trees: Mapping[str, Any],
         structures: Mapping[str, Structure | None],
-        parameters: Sequence[str] | None,
+        state: SaveState,
     ) -> SavePlan:
         """Return the plan with what this rank and others hold alike."""
         rank = self._topology.rank
@@ -193,10 +197,13 @@ class Planner:
             last = _Compared(copies, compared, len(self._known), samples)
         self._last = last._replace(copies=copies, times=last.times + 1)
         values = [
-            _values_of(part, plan.writers[part], tree, structures[part], parameters, self._known)
+            _values_of(part, plan.writers[part], tree, structures[part], state.optimizer_names, self._known)
             for part, tree in trees.items()
             if part in plan.writers
         ]
+        if state.user_content is not None:  # compared as it is now, without the values of its tensors
+            digest = digest_of_value(map_tensors(state.user_content, form_of, _LIVE))
+            values.append(Values("user_content", 0, digest, None, None, None, self._known))
         whole = last.times < _WHOLE_SAVES or not last.samples
         replicas = Replicas(rank, copies, last.compared, tensors, values, self._known, whole)
         own, staged = replicas.own, replicas.to_stage
@@ -208,6 +215,17 @@ class Planner:
             self._staged = form, image_of([Assembly(*form_of(tensor), ()) for tensor in staged]).holding(())
         image = self._staged[1].holding(staged)
         return replace(plan, objects=objects, replicas=replicas, staged=PlannedFile("", image))
+
+
+def _refuse_one_name(part: State) -> None:
+    """Raise UnsupportedState if two tensors have one name, by which copies are compared with those of other ranks."""
+    names = [about.name for about in part.tensors.values()]
+    if len({*names}) < len(names):
+        twice = next(name for name, times in Counter(names).items() if times > 1)
+        raise UnsupportedState(
+            f"{twice} is the name of two tensors, as of 'a/b' and of 'b' in 'a', or of 1 and '1': give one of them "
+            "another key, so that each can be compared with those of the other ranks"
+        )
 
 
 class _Compared(NamedTuple):
@@ -233,7 +251,7 @@ def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Replica]:
     stored = {} if file is None else {id(leaf): at for at, leaf in enumerate(plan.files[file].image.tensors)}
     for number, (path, leaf) in enumerate(() if tree is None else iter_tensors(tree, _LIVE)):
         place = (file, stored[id(leaf)]) if file is not None else None
-        yield Replica.of("scheduler", number, leaf_name("scheduler", path, None), leaf, 0, "scheduler", place)
+        yield Replica.of("scheduler", number, leaf_name("scheduler", path, None, key_text), leaf, 0, "scheduler", place)
 
 
 def _values_of(

@@ -429,7 +429,7 @@ class OpenTag:
         entry = self.index(writer).files.get(file)
         if entry is None:
             saved_files = first_of(sorted(self.index(writer).files))
-            raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files}")
+            raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files or 'nothing'}")
         if not self.opens_all:
             self._record_tree(file, entry.nbytes, self.index(writer))
         if entry.nbytes > _SMALL:

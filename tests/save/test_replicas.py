@@ -389,7 +389,7 @@ def alone(rank: int, directory: Path) -> str:
 def test_a_scheduler_without_one_on_the_rank_that_writes_it_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """At the save, on all ranks."""
     for message in gloo_ranks.run(alone, tmp_path):
-        assert "rank 1 saves a scheduler, or objects in state=, and rank 0, which writes them for all, has" in message
+        assert "rank 1 saves a scheduler, or objects in state=, and rank 0, which writes that for all, has" in message
 
 
 class Outer(torch.nn.Module):

@@ -1,0 +1,183 @@
+"""What one rank alone has, under keys that look like others, in other strides, as its content, is not lost unsaid."""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer, open_checkpoint
+from nxd_ckpt.errors import CheckpointError
+from tests.support.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+class Object:
+    """Anything with a state, for state=."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Extra(torch.nn.Module):
+    """A model with such extra state."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def _full(number: int) -> torch.Tensor:
+    return torch.full((2,), float(number))
+
+
+KEYS: dict[str, Any] = {
+    "a number and its text": lambda n, late: {1: n, "1": 7},
+    "a text and its number": lambda n, late: {1: 7, "1": n},
+    "True": lambda n, late: {True: n, "True": 7},
+    "a tuple": lambda n, late: {(1, 2): n, "(1, 2)": 7},
+    "a slash": lambda n, late: {"loss": n, "loss/train": late},
+    "a slash in another's": lambda n, late: {"a": {"b": n}, "a/b": late},
+    "marks": lambda n, late: {"a": n, "a~1b": late, "~": n, "a/b": n},
+}
+NESTED = {"tensors": lambda n, late: {"a": {"b": _full(n)}, "a/b": _full(late)}}
+"""Tensors of such names; in a model they are refused."""
+
+
+def keyed(rank: int, directory: Path) -> list[str]:
+    """Which of KEYS do not come back, where one value differs at first, and another one later."""
+    lost = []
+    kinds = [(name, form, kind) for kind in (Object, Extra) for name, form in KEYS.items()]
+    for number, (name, form, kind) in enumerate([*kinds, *((each, form, Object) for each, form in NESTED.items())]):
+        live, expected = kind(), list[str]()
+        with Checkpointer(directory / str(number)) as checkpointer:
+            for late in (0, rank, rank):
+                live.state = form(rank, late)
+                checkpointer.save(len(expected), **_passed(live))
+                expected.append(repr(deepcopy(live.state)))
+            for step, state in enumerate(expected):
+                other = kind(form(9, 9))
+                checkpointer.load(step, **_passed(other))
+                lost += [f"{name}, {kind.__name__}, {step}"] if repr(other.state) != state else []
+    return lost
+
+
+def _passed(live: Any) -> dict[str, Any]:
+    return {"model": live} if isinstance(live, Extra) else {"state": {"object": live}}
+
+
+def test_keys_that_look_alike_are_told_apart(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """1 and "1", "a/b" and "b" in "a": each rank's own value of both comes back."""
+    assert [[]] * 4 == gloo_ranks.run(keyed, tmp_path)
+
+
+def one_name(rank: int, directory: Path) -> str:
+    with Checkpointer(directory) as checkpointer:
+        try:
+            checkpointer.save(0, Extra({"a": {"b": _full(rank)}, "a/b": _full(0)}))
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_tensors_of_one_name_are_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Copies are compared by name: one of them could differ unseen."""
+    for message in gloo_ranks.run(one_name, tmp_path):
+        assert "model/_extra_state/a/b is the name of two tensors" in message
+
+
+def strides(rank: int, directory: Path) -> list[Any]:
+    """The strides of what came back, of a column-major tensor that differs between ranks, twice."""
+    actual = []
+    for kind in (Object, Extra):
+        live = kind({"of rank": torch.arange(6.0).reshape(2, 3).t() + rank})
+        with Checkpointer(directory / kind.__name__) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, **_passed(live))
+                other = kind({"of rank": torch.zeros(3, 2)})
+                checkpointer.load(step, **_passed(other))
+                assert torch.equal(live.state["of rank"], other.state["of rank"])
+                actual.append(other.state["of rank"].stride())
+    return actual
+
+
+def test_what_a_rank_alone_has_comes_back_in_its_strides(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Found at a save, and known before it."""
+    assert [[(1, 3)] * 4] * 4 == gloo_ranks.run(strides, tmp_path)
+
+
+def content_of_one(rank: int, directory: Path, owner: int) -> dict[str, int]:
+    model, content = torch.nn.Linear(2, 2), dict[str, int]()
+    with Checkpointer(directory / str(owner)) as checkpointer:
+        checkpointer.save(1, model, rank_content={"of": rank} if rank == owner else None)
+        checkpointer.load(1, model, rank_content=content)
+    return content
+
+
+@pytest.mark.parametrize("owner", [0, 2])
+def test_rank_content_of_one_rank_alone_comes_back(gloo_ranks: RankPool, tmp_path: Path, owner: int) -> None:
+    """The others, which ask for theirs too, get nothing."""
+    expected = [{"of": owner} if rank == owner else {} for rank in range(4)]
+    assert expected == gloo_ranks.run(content_of_one, tmp_path, owner)
+    checkpoint = open_checkpoint(tmp_path / str(owner))
+    assert {"of": owner} == checkpoint.rank_content(owner)
+    with pytest.raises(CheckpointError, match=r"its rank saved (nothing|model/)"):
+        checkpoint.rank_content(3)
+
+
+def user_content(rank: int, directory: Path, contents: list[Any]) -> list[str]:
+    """What two saves say."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nxd_ckpt").addHandler(handler)
+    try:
+        with Checkpointer(directory) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, torch.nn.Linear(2, 2).requires_grad_(False), user_content=contents[rank])
+    except CheckpointError as error:
+        return [str(error)]
+    finally:
+        logging.getLogger("nxd_ckpt").removeHandler(handler)
+    return [each for each in messages if "user_content" in each]
+
+
+@pytest.mark.parametrize(
+    ("contents", "warnings"),
+    [
+        ([{"step": 1}] * 4, 0),
+        ([{"step": 1}, None, None, None], 0),
+        ([{"step": 1, "seed": seed, "t": torch.ones(2)} for seed in (0, 0, 7, 0)], 1),
+    ],
+    ids=["alike", "rank 0's", "of each rank"],
+)
+def test_user_content_that_differs_is_told_once(
+    gloo_ranks: RankPool, tmp_path: Path, contents: list[Any], warnings: int
+) -> None:
+    """Rank 0's is saved for all, which would lose the others'."""
+    messages, *others = gloo_ranks.run(user_content, tmp_path, contents)
+    assert ([[]] * 3, warnings) == (others, len(messages))
+    assert all("rank 2 passes other user_content= than rank 0" in each for each in messages)
+
+
+def test_user_content_of_another_rank_alone_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """It would be in no file."""
+    for messages in gloo_ranks.run(user_content, tmp_path, [None, {"step": 1}, None, None]):
+        assert "rank 1 saves user_content=, and rank 0, which writes that for all, has none" in messages[0]
