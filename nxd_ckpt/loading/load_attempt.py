@@ -20,7 +20,7 @@ from nxd_ckpt.core.parameter_names import names_without_wrappers, plain_names
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
-from nxd_ckpt.formats.copying import strided
+from nxd_ckpt.formats.memory import strided
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, map_tensors, nbytes_of
 from nxd_ckpt.gc_paused import gc_paused
