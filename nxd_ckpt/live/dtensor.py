@@ -36,14 +36,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return detached
 
 
-def tell_autograd(tensor: torch.Tensor) -> None:
-    """Tell autograd that a tensor is overwritten, as torch's operations in place do.
+def tell_autograd(*tensors: torch.Tensor) -> None:
+    """Tell autograd that tensors are overwritten, as torch's operations in place do.
 
     A backward pass that needs the old values then fails, where it would use the new ones.
     """
-    for changed in (tensor, local_of(tensor)) if is_dtensor(tensor) else (tensor,):
-        if not changed.is_inference():
-            torch.autograd.graph.increment_version(changed)
+    parts = map(local_of, filter(is_dtensor, tensors))
+    torch.autograd.graph.increment_version([each for each in (*tensors, *parts) if not each.is_inference()])
 
 
 def like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:

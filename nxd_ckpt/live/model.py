@@ -20,7 +20,7 @@ from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, Unsup
 from nxd_ckpt.formats.state import ModelState, StateTensor
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path, TensorStub, dtype_name, form_of, is_tensor, itemsize, iter_tensors
-from nxd_ckpt.live.dtensor import PLAIN, is_dtensor, like, local_of, placed_of
+from nxd_ckpt.live.dtensor import PLAIN, is_dtensor, like, local_of, placed_of, tell_autograd
 from nxd_ckpt.live.frozen import Frozen
 from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whole, own_root, set_extra_state
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
@@ -230,9 +230,13 @@ class ModelAdapter:
             if name in self._tensors and self._tensors[name].is_meta:  # of tied names, at the first
                 materialize(self._tensors[name])
 
-    def destination(self, name: str) -> torch.Tensor | None:
-        """Return the live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None."""
-        return None if _is_extra_state(name) else memory_for(self.live.get(name))
+    def destinations(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the live tensors that saved bytes can be read straight into, to be overwritten, by name: see `memory_for`.
+        """
+        own = {name: memory_for(self.live.get(name)) for name in names if not _is_extra_state(name)}
+        memory = {name: memory for name, memory in own.items() if memory is not None}
+        tell_autograd(*map(self.live.__getitem__, memory))
+        return memory
 
     def may_hold(self, parameter: torch.Tensor) -> bool:
         """Return whether assigning to one of the names may assign to that live parameter."""
@@ -270,8 +274,9 @@ class ModelAdapter:
 
         Then their ties and specifications are the same, too.
         """
-        own, old = ({name: id(tensor) for name, tensor in model._tensors.items()} for model in (self, before))
-        return own == old and self._begins == before._begins
+        own, old = self._tensors, before._tensors
+        is_same = own.keys() == old.keys() and all(old[name] is tensor for name, tensor in own.items())
+        return is_same and self._begins == before._begins
 
     @cached_property
     def _begins(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, OPTIMIZER_NAME, STE
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.formats.strides import Stride, fitted, stored_stride, stride_of
 from nxd_ckpt.formats.tensors import Assembly, Path, dtype_name, form_of, is_tensor
-from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, model_of, placed_of
+from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, model_of, placed_of, tell_autograd
 from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.parameters import (
     is_dense,
@@ -402,6 +402,7 @@ def overwrite(live: torch.Tensor, leaf: Any, read: LeafSource) -> None:
         else:
             read.then(leaf, partial(copy_in, live))
     else:
+        tell_autograd(live)
         read.into(leaf, memory)
 
 

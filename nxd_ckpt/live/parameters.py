@@ -111,16 +111,16 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> tuple[str, int, int]:
     """Return the device, and the first byte in memory and the one after the last."""
     begin = tensor.data_ptr()
-    nbytes = tensor.nbytes if tensor.is_contiguous() else _reach(tensor) * tensor.itemsize
     device = "cpu" if tensor.is_cpu else str(tensor.device)  # whose text takes as long as all the rest
-    return device, begin, begin + nbytes
+    return device, begin, begin + _reach(tensor)
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Return the elements of memory from the first element to the last."""
+    """Return the bytes of memory from the first element to the last."""
     if tensor.is_contiguous():
-        return tensor.numel()
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.nbytes
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + steps) * tensor.itemsize
 
 
 def _share_elements(tensor_a: torch.Tensor, tensor_b: torch.Tensor) -> bool:
@@ -139,16 +139,15 @@ def _share_elements(tensor_a: torch.Tensor, tensor_b: torch.Tensor) -> bool:
 
 
 def memory_for(live: Any) -> torch.Tensor | None:
-    """Return the live tensor, to be overwritten, if saved bytes can be read straight into it: contiguous, on the CPU.
+    """Return the memory of a live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None.
 
-    None for any other.
+    Who overwrites it calls `dtensor.tell_autograd`.
     """
     if not isinstance(live, torch.Tensor) or not live.is_cpu:
         return None
     local = dtensor.local_of(live)
     if not local.is_contiguous() or local.is_neg() or local.is_conj():
         return None
-    dtensor.tell_autograd(live)
     return local.detach() if local.requires_grad else local
 
 
@@ -223,12 +222,13 @@ def is_unusual(tensor: torch.Tensor) -> bool:
 
 def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsupportedState for a tensor that is more than plain memory of this process."""
+    is_spmd = torch_xla.is_spmd()
     is_usual_type = type(tensor) in PLAIN or dtensor.is_dtensor(tensor)
-    if is_usual_type and not is_unusual(tensor) and not tensor.is_meta and not torch_xla.is_spmd():
+    if is_usual_type and not (is_spmd or tensor.is_meta or is_unusual(tensor)):
         refuse_short(name, tensor)
         return
     kind = type(tensor).__name__
-    if kind == "XLAShardedTensor" or torch_xla.is_spmd():
+    if kind == "XLAShardedTensor" or is_spmd:
         kind = "in an SPMD program (xr.use_spmd())"
         advice = "save it with torch_xla.experimental.distributed_checkpoint, or run one process per device"
     elif is_shards(tensor):
@@ -278,7 +278,7 @@ def is_short(tensor: torch.Tensor) -> bool:
 
 def _end_in_storage(tensor: torch.Tensor) -> int:
     """Return the bytes from the beginning of the storage to the end of the last element."""
-    return (int(tensor.storage_offset()) + _reach(tensor)) * tensor.element_size()
+    return int(tensor.storage_offset()) * tensor.itemsize + _reach(tensor)
 
 
 def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:

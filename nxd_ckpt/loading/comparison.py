@@ -53,19 +53,17 @@ class Witness:
     """Digests of the tensors of a load: those of the tag, and of those that it puts together what it `saw`."""
 
     def __init__(self) -> None:
-        self._digests: dict[int, int | None] = {}
+        self._seen: dict[int, int] = {}
 
     def digest(self, leaf: Leaf, name: str = "") -> int | None:
         """Return the digest that the live tensor should have: `recorded_digest`, or of what it saw; None without."""
-        try:
-            return self._digests[id(leaf)]
-        except KeyError:
-            return self._digests.setdefault(id(leaf), recorded_digest(leaf))
+        recorded = recorded_digest(leaf)
+        return self._seen.get(id(leaf)) if recorded is None else recorded
 
     def saw(self, leaf: Leaf, value: torch.Tensor) -> None:
         """Remember a leaf as it was read: a contiguous CPU tensor."""
-        if self.digest(leaf) is None:
-            self._digests[id(leaf)] = crc32(byte_view(value))
+        if recorded_digest(leaf) is None and id(leaf) not in self._seen:
+            self._seen[id(leaf)] = crc32(byte_view(value))
 
 
 class Comparison:

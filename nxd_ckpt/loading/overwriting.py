@@ -134,15 +134,15 @@ def fill_model(
         model.load_own({name: _with_strides(tree[name], delivery) for name in own}, strict)
         names = [name for name in names if not model.owns(name)]
     # All destinations before the first read: while threads read, any tensor operation takes ten times as long.
-    destinations = {name: model.destination(name) for name in names}
+    destinations = model.destinations(names)
     for name in names:
         if isinstance(tree[name], (TensorStub, Assembly)):
-            _assign(model, name, tree[name], destinations[name], delivery)
+            _assign(model, name, tree[name], destinations.get(name), delivery)
             continue
         # Extra state: a module may look at its parameters when it is given that, and may replace them.
         delivery.finish()
         model.assign(name, _with_strides(tree[name], delivery))
-        destinations = {name: model.destination(name) for name in names}
+        destinations = model.destinations(names)
 
 
 def refuse_lost_elements(model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], read: Delivery) -> None:

@@ -102,9 +102,10 @@ class WrittenHints:
 
 def stub_of(entry: TensorEntry) -> TensorStub:
     """Return the stub of a tensor that was written."""
-    crc = crc32.combine_blocks(entry.crc32, entry.nbytes)
-    record = StorageSpan("data/0", entry.offset, entry.nbytes, crc if crc or not entry.nbytes else None)
-    return TensorStub(entry.file, entry.offset, entry.dtype, entry.shape, contiguous_stride(entry.shape), record)
+    _, file, offset, nbytes, dtype, shape, crcs, _ = entry
+    crc = crc32.combine_blocks(crcs, nbytes)
+    record = StorageSpan("data/0", offset, nbytes, crc if crc or not nbytes else None)
+    return TensorStub(file, offset, dtype, shape, contiguous_stride(shape), record)
 
 
 def check_extents(entries: Iterable[TensorEntry], nbytes: int, where: str) -> None:
