@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import check_count, shown
 from nxd_ckpt.core.other_files import HEAD, instead_of_data
 from nxd_ckpt.errors import MalformedFile
+from nxd_ckpt.formats.tensors import StorageSpan
 
 LOCAL = struct.Struct("<4s5H3I2H")
 CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -163,6 +164,17 @@ def _with_known_data(entries: Sequence[_Entry], limit: int, begins: Sequence[int
         at = bisect_left(begins, start + LOCAL.size + len(raw_name))
         if at < len(begins) and begins[at] + nbytes <= end:
             yield start, Record(name, start, begins[at], nbytes, crc32 if crc32 or not nbytes else None)
+
+
+def has_digests(end: bytearray, spans: Iterable[StorageSpan]) -> bool:
+    """Return whether the end of a file, with its directory, has size and digest of each of these records, in order."""
+    at = 0
+    for span in spans:
+        size = min(span.nbytes, FULL32)
+        at = end.find(struct.pack("<3I", span.crc32 or 0, size, size), at) + 1
+        if not at:
+            return False
+    return True
 
 
 def remembering(pread: Pread, begin: int, data: bytes) -> Pread:

@@ -231,8 +231,7 @@ class ModelAdapter:
                 materialize(self._tensors[name])
 
     def destinations(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the live tensors that saved bytes can be read straight into, to be overwritten, by name: see `memory_for`.
-        """
+        """Return the memory of tensors that saved bytes can be read straight into, to be overwritten: `memory_for`."""
         own = {name: memory_for(self.live.get(name)) for name in names if not _is_extra_state(name)}
         memory = {name: memory for name, memory in own.items() if memory is not None}
         tell_autograd(*map(self.live.__getitem__, memory))

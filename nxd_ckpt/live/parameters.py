@@ -139,9 +139,9 @@ def _share_elements(tensor_a: torch.Tensor, tensor_b: torch.Tensor) -> bool:
 
 
 def memory_for(live: Any) -> torch.Tensor | None:
-    """Return the memory of a live tensor if saved bytes can be read straight into it: contiguous, on the CPU; else None.
+    """Return the memory of a live tensor if saved bytes can be read straight into it: contiguous, on the CPU.
 
-    Who overwrites it calls `dtensor.tell_autograd`.
+    None for any other. Who overwrites it calls `dtensor.tell_autograd`.
     """
     if not isinstance(live, torch.Tensor) or not live.is_cpu:
         return None

@@ -40,7 +40,7 @@ def load_context(
     """
     # In a store that costs a request per file: there the indexes are trusted if bytes are verified at all.
     opened.opens_all = not options.verifies_first and (opened.storage.renames or options.verify is False)
-    opened.keeps_small = options.verifies_first
+    opened.keeps_small = True
     adapter = None if optimizer is None else live_optimizer(opened, topology, live, optimizer, options)
     if live is not None and live.is_placed:
         refuse_sizes(topology)

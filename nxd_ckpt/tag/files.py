@@ -32,7 +32,7 @@ from nxd_ckpt.formats.tensors import (
     torch_class,
 )
 from nxd_ckpt.formats.unpickle import Leaf
-from nxd_ckpt.formats.zip_directory import TAIL, remembering
+from nxd_ckpt.formats.zip_directory import TAIL, has_digests, remembering
 from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, pread_of
 
 if TYPE_CHECKING:
@@ -237,6 +237,16 @@ class TagFiles:
         """Fill each memory with the file's bytes from its offset on."""
         with self.named(file), closing(self.open(file)) as reader:
             reader.read_ranges(ranges)
+
+    def has_digests(self, file: str, nbytes: int, tensors: Sequence[TensorStub]) -> bool:
+        """Return whether the directory at the end of a file has the digests of these tensors: it is of their save."""
+        spans = {stub.storage.offset: stub.storage for stub in tensors}
+        begin = max((span.offset + span.nbytes for span in spans.values()), default=0)
+        if nbytes - begin > _LONGEST_END:
+            return False
+        end = bytearray(nbytes - begin)
+        self.read_ranges(file, [(begin, memoryview(end))])
+        return has_digests(end, [spans[offset] for offset in sorted(spans)])
 
     def joined(self, file: str, shared: str | None = None) -> Any:
         """Read a tree with every xser reference resolved; a file may hold tensors inline as well.

@@ -91,7 +91,7 @@ class OpenTag:
     ``opens_all`` is for loads that are not verified beforehand: every file that trees refer to is opened, to show that
     it belongs to this save, even if its index describes it.
 
-    ``keeps_small`` is for loads that are verified beforehand: small files are read once, whole.
+    ``keeps_small`` is for loads: small files are read once, whole.
 
     ``is_one_save`` if ``done`` names the manifest's attempt: the manifest is no other save's, and all that is read
     after it has its digests in an index.
@@ -430,8 +430,6 @@ class OpenTag:
         if entry is None:
             saved_files = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files or 'nothing'}")
-        if not self.opens_all:
-            self._record_tree(file, entry.nbytes, self.index(writer))
         if entry.nbytes > _SMALL:
             self._expect(file, entry.nbytes)
         else:
@@ -445,15 +443,20 @@ class OpenTag:
             if self._keeps:
                 self._layout.files.keep(file, data)
             self._layout.files.record(file, entry.nbytes)
+        self._record_tree(file, entry.nbytes, self.index(writer))
         self._verified.add(file)
 
     def _record_tree(self, file: str, nbytes: int, index: RankIndex) -> None:
         """Take the content of a file from its writer's index, if that has it: the digests there verify its tensors."""
-        if file in index.trees:
-            entries = [entry for entry in index.tensors if entry.file == file]
-            check_extents(entries, nbytes, f"{self.where}/{file}")
-            self._layout.files.record_tree(file, index.trees[file], [stub_of(entry) for entry in entries])
-            self.entries |= {(file, entry.offset): entry for entry in entries}
+        if file not in index.trees:
+            return
+        entries = [entry for entry in index.tensors if entry.file == file]
+        check_extents(entries, nbytes, f"{self.where}/{file}")
+        stubs = [stub_of(entry) for entry in entries]
+        if self.opens_all and nbytes > _SMALL and not self._layout.files.has_digests(file, nbytes, stubs):
+            return  # which of them differ, its pickle tells
+        self._layout.files.record_tree(file, index.trees[file], stubs)
+        self.entries |= {(file, entry.offset): entry for entry in entries}
 
     def _parsing(self, file: str, writer: Coordinates) -> AbstractContextManager[None]:
         """Verify a file as `_verify` does; return the context in which it is parsed."""

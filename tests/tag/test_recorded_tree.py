@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, DigestMismatch
 from nxd_ckpt.formats import torch_zip
 from tests.bad_input.live import Net
 from tests.tag.rewriting import Fields, rewrite_index
@@ -54,16 +55,24 @@ def test_a_load_parses_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert torch.equal(optimizer.state[one]["exp_avg"], other.state[another]["exp_avg"])
 
 
+@pytest.mark.parametrize("count", [6, 3 * 2**20], ids=["small", "large"])
 @pytest.mark.parametrize("verify", [False, "reading"])
-def test_a_load_without_a_first_pass_opens_every_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Literal[False, "reading"]
+def test_a_load_without_a_first_pass_looks_at_every_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Literal[False, "reading"], count: int
 ) -> None:
-    """Else a file of another save, of equal size, would be found too late, or never."""
+    """No pickle is parsed; and a file of another save, of equal size, is found before anything changes."""
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, Net())
-        parse_nothing(monkeypatch)
-        with pytest.raises(CheckpointError, match=r"parsed model/"):
-            checkpointer.load(model=Net(), verify=verify)
+        for step in (1, 2):
+            checkpointer.save(step, {"w": torch.full((count,), float(step)), "b": torch.ones(3)})
+        live = {"w": torch.zeros(count), "b": torch.zeros(3)}
+        with monkeypatch.context() as patched:
+            parse_nothing(patched)
+            checkpointer.load(1, live, verify=verify)
+        assert (1.0, 1.0) == (live["w"][-1].item(), live["b"][-1].item())
+        shutil.copyfile(tmp_path / "step_2" / MODEL, tmp_path / "step_1" / MODEL)
+        with pytest.raises(DigestMismatch, match=r"\bw\b"):
+            checkpointer.load(1, {name: value.zero_() for name, value in live.items()}, verify=verify)
+    assert (0.0, 0.0) == (live["w"][-1].item(), live["b"][-1].item())
 
 
 def with_tree(change: Callable[[Any], Any]) -> Callable[[Fields], None]:
