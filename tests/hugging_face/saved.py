@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import Topology
+from nxd_ckpt import Topology, convert
+from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.names import rank_file
 from nxd_ckpt.output import image_writer
 from nxd_ckpt.saving import waves
@@ -23,8 +24,7 @@ from tests.interop.saving import save_as_every_rank
 
 def save_job(directory: Path, job: Job, state: State, *, dp: int = 1, **options: Any) -> Path:
     """The tag that the job saves, its model having the Hugging Face tensors ``state`` and no attributes."""
-    sizes = Topology(dp=max(dp, job.ep), tp=job.tp, pp=job.pp, ep=job.ep)
-    topologies = [sizes.at(rank) for rank in range(sizes.world_size)]
+    topologies = ranks_of(job, dp)
 
     def what(rank: int) -> dict[str, Any]:
         return {"model": local_state(job, state, topologies[rank])}
@@ -44,6 +44,18 @@ def write_as_nxd(directory: Path, job: Job, state: State) -> Path:
     for marker in ("checkpoint", "done"):
         (tag / marker).write_text("1")
     return tag
+
+
+def ranks_of(job: Job, dp: int = 1) -> list[Topology]:
+    sizes = Topology(dp=max(dp, job.ep), tp=job.tp, pp=job.pp, ep=job.ep)
+    return [sizes.at(rank) for rank in range(sizes.world_size)]
+
+
+def export(tag: Path, out: Path, job: Job, **options: Any) -> Converted:
+    """With the job's config.json, beside the output, and its copies of heads."""
+    config = write_config(out.parent / "config", job.model.config)
+    how = {"kv_size_multiplier": job.copies, "hardware": job.hardware, **options}
+    return convert(tag, out, to="hf", config=config, **how)
 
 
 def local_state(job: Job, state: State, at: Topology) -> State:
@@ -97,12 +109,19 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
+def write_files(path: Path, config: Mapping[str, Any], state: State) -> Path:
+    """A directory with one file of weights; the path of its config.json."""
+    place = write_config(path, config)
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    return place
+
+
 def write_model(path: Path, model: Model, shards: int = 1) -> State:
     """A directory as save_pretrained makes it; what it holds."""
     state = model.state()
     write_config(path, model.config)
     if shards == 1:
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+        write_files(path, model.config, state)
         return state
     files = [f"model-{number + 1:05d}-of-{shards:05d}.safetensors" for number in range(shards)]
     places = {name: files[number % shards] for number, name in enumerate(state)}

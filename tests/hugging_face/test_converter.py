@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from nxd_ckpt import Topology, load_checkpoint, open_checkpoint
 from nxd_ckpt.cli.main import main as nxd_ckpt_main
 from tests.docs.markdown import REPOSITORY
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, local_state, save_job, weights, write_as_nxd, write_config
+from tests.hugging_face.saved import (
+    differences,
+    local_state,
+    ranks_of,
+    save_job,
+    weights,
+    write_as_nxd,
+    write_config,
+    write_model,
+)
 from tests.support.processes import run_file
 from tools.checkpoint_converter import main
 
@@ -36,9 +45,8 @@ def loaded(tag: Path, at: Topology) -> State:
 
 def test_a_full_state_becomes_a_tag_and_comes_back(tmp_path: Path) -> None:
     """``False`` is false, and ``--input_dir`` may be the directory ``model`` of a tag, as with NxD's."""
-    state, tag = JOB.model.state(), tmp_path / "run" / "step_0"
-    config = write_config(tmp_path / "hf", JOB.model.config)
-    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    state, tag = write_model(tmp_path / "hf", JOB.model), tmp_path / "run" / "step_0"
+    config = tmp_path / "hf" / "config.json"
     sizes = ["--tp_size", "4", "--pp_size", "2", "--n_layers", "2"]
     booleans = ["--qkv_linear", "True", "--fuse_qkv", "False", "--load_xser", "False", "--save_xser", "True"]
     places = ["--input_dir", tmp_path / "hf", "--output_dir", tag]
@@ -46,7 +54,7 @@ def test_a_full_state_becomes_a_tag_and_comes_back(tmp_path: Path) -> None:
     done = run_file(tool, *places, "--convert_from_full_state", *sizes, *booleans, *HEADS)
     assert (0, "") == (done.returncode, done.stderr)
     assert (tag / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").is_dir()
-    for at in map(Topology(tp=4, pp=2).at, range(8)):
+    for at in ranks_of(JOB):
         assert [] == differences(local_state(JOB, state, at), loaded(tag, at))
     back = ["--convert_to_full_state", "--config", str(config), "--load_xser", "1", *HEADS]
     assert 0 == convert(tag / "model", tmp_path / "out", *back)
@@ -56,9 +64,7 @@ def test_a_full_state_becomes_a_tag_and_comes_back(tmp_path: Path) -> None:
 def test_an_interleaved_pipelines_chunks_are_found(tmp_path: Path) -> None:
     """Five layers in four chunks, of which the last has two; each rank's file holds every second chunk."""
     job, tag = Job(Model(layers=5)), tmp_path / "run" / "step_0"
-    state = job.model.state()
-    config = write_config(tmp_path / "hf", job.model.config)
-    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    state, config = write_model(tmp_path / "hf", job.model), tmp_path / "hf" / "config.json"
     sizes = ["--pp_size", "2", "--virtual_pp_size", "2"]
     assert 0 == convert(tmp_path / "hf", tag, "--convert_from_full_state", *sizes)
     held = job.rank(state)
@@ -105,19 +111,41 @@ def as_megatron(held: State) -> State:
     return renamed
 
 
-@pytest.mark.parametrize("qkv_linear", [False, True])
-def test_a_megatron_style_llama_is_converted(tmp_path: Path, qkv_linear: bool) -> None:
-    """Other names; q, k and v are one tensor, or with grouped-query attention k and v are."""
-    job = Job(Model(heads=4, kv_heads=2 if qkv_linear else 4), tp=2, pp=2, qkv="linear" if qkv_linear else "coalesced")
-    state, tag = job.model.state(), tmp_path / "run" / "step_0"
-    config = write_config(tmp_path / "hf", job.model.config)
-    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    style = ["--model_style", "megatron", "--qkv_linear", str(qkv_linear)]
-    sizes = ["--tp_size", "2", "--pp_size", "2"]
-    assert 0 == convert(tmp_path / "hf", tag, "--convert_from_full_state", *sizes, *style)
-    for at in map(Topology(tp=2, pp=2).at, range(4)):
-        assert [] == differences(as_megatron(local_state(job, state, at)), loaded(tag, at))
-    assert 0 == convert(tag, tmp_path / "out", "--convert_to_full_state", "--config", str(config), *style)
+def as_it_is(held: State) -> State:
+    return held
+
+
+STYLE = ("--model_style", "megatron", "--qkv_linear")
+PADDED = ("--kv_size_multiplier", "4", "--pad_attn_heads", "True")
+
+
+@pytest.mark.parametrize(
+    ("job", "flags", "qkv", "held_as"),
+    [
+        pytest.param(
+            Job(Model(kv_heads=4), tp=2, pp=2, qkv="coalesced"), (*STYLE, "False"), (), as_megatron, id="one tensor"
+        ),
+        pytest.param(Job(Model(), tp=2, pp=2, qkv="linear"), (*STYLE, "True"), (), as_megatron, id="k and v in one"),
+        pytest.param(
+            Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8),
+            PADDED,
+            ("--qkv_linear",),
+            as_it_is,
+            id="padded heads",
+        ),
+    ],
+)
+def test_a_llama_is_converted_there_and_back(
+    tmp_path: Path, job: Job, flags: tuple[str, ...], qkv: tuple[str, ...], held_as: Callable[[State], State]
+) -> None:
+    """With the names of a Megatron-style model; and with six query heads on eight ranks, of which two are padding."""
+    state, tag = write_model(tmp_path / "hf", job.model), tmp_path / "run" / "step_0"
+    sizes = ["--tp_size", str(job.tp), "--pp_size", str(job.pp)]
+    assert 0 == convert(tmp_path / "hf", tag, "--convert_from_full_state", *sizes, *flags, *qkv)
+    for at in ranks_of(job):
+        assert [] == differences(held_as(local_state(job, state, at)), loaded(tag, at))
+    config = str(tmp_path / "hf" / "config.json")
+    assert 0 == convert(tag, tmp_path / "out", "--convert_to_full_state", "--config", config, *flags)
     assert [] == differences(state, weights(tmp_path / "out"))
 
 
@@ -130,7 +158,7 @@ def test_plain_files_become_xser_files_and_back(tmp_path: Path, kind: str) -> No
     xser, plain = tmp_path / "xser" / "step_1", tmp_path / "plain" / "step_1"
     assert 0 == convert(source, xser, "--convert_to_xser")
     assert 0 == convert(xser, plain, "--convert_from_xser")
-    for at in map(Topology(tp=4, pp=2).at, range(8)):
+    for at in ranks_of(JOB):
         expected = local_state(JOB, state, at)
         assert ([], []) == (differences(expected, loaded(xser, at)), differences(expected, loaded(plain, at)))
     kinds = [open_checkpoint(tag.parent).manifest for tag in (xser, plain)]
@@ -149,20 +177,6 @@ def test_an_existing_output_is_replaced_on_request(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         nxd_ckpt_main(["convert", "--help"])
     assert "--overwrite" in capsys.readouterr().out
-
-
-def test_padded_heads_are_added_and_left_out(tmp_path: Path) -> None:
-    """Six query heads on eight ranks: two are padding, in both directions."""
-    job = Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8)
-    state, tag = job.model.state(), tmp_path / "run" / "step_0"
-    config = write_config(tmp_path / "hf", job.model.config)
-    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    heads = ["--kv_size_multiplier", "4", "--pad_attn_heads", "True"]
-    assert 0 == convert(tmp_path / "hf", tag, "--convert_from_full_state", "--tp_size", "8", "--qkv_linear", *heads)
-    for at in map(Topology(tp=8).at, range(8)):
-        assert [] == differences(local_state(job, state, at), loaded(tag, at))
-    assert 0 == convert(tag, tmp_path / "out", "--convert_to_full_state", "--config", str(config), *heads)
-    assert [] == differences(state, weights(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -187,8 +201,7 @@ def test_a_model_of_the_hub_is_found_in_the_cache(
     """Here from the cache of huggingface_hub; what is not there is named."""
     cached = tmp_path / "hub" / "models--me--llama"
     snapshot = cached / "snapshots" / "abc"
-    write_config(snapshot, JOB.model.config)
-    save_file(JOB.model.state(), snapshot / "model.safetensors", metadata={"format": "pt"})
+    write_model(snapshot, JOB.model)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -227,9 +240,7 @@ def test_what_it_cannot_do_it_says(
 
 def test_an_order_that_nxds_converter_misreads_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For trn2 with copies of key-value heads; of others nothing is said."""
-    model = Model(heads=8)
-    write_config(tmp_path / "hf", model.config)
-    save_file(model.state(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    write_model(tmp_path / "hf", Model(heads=8))
     for hardware, copies in (("trn1", "2"), ("trn2", "1"), ("trn2", "2")):
         flags = ["--tp_size", "2", "--qkv_linear", "True", "--kv_size_multiplier", copies, "--hw_backend", hardware]
         assert 0 == convert(tmp_path / "hf", tmp_path / hardware / copies, "--convert_from_full_state", *flags)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as serialized
 
 from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.errors import (
@@ -145,117 +145,85 @@ def test_a_live_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
         mapped(opened(tmp_path), Job(Model())).assembly(match, Topology(tp=2), "float32", (8, 7))
 
 
-def _lose_a_shard(path: Path) -> None:
-    next(path.glob("model-00002*")).unlink()
+def put(file: Path, content: Any) -> None:
+    """Bytes as they are, else what a file of that name holds."""
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif file.suffix == ".bin":
+        torch.save(content, file)
+    elif file.suffix == ".safetensors":
+        save_file(content, file)
+    else:
+        file.write_text(json.dumps(content))
 
 
-def _lose_the_index(path: Path) -> None:
-    (path / INDEX).unlink()
-
-
-def _swap_shards(path: Path) -> None:
-    one, other = sorted(path.glob("model-*"))[:2]
-    one.write_bytes(other.read_bytes())
-
-
-def _cut_a_shard(path: Path) -> None:
-    shard = next(path.glob("model-00001*"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-
-def _keep_a_single_file_too(path: Path) -> None:
-    _lose_the_index(path)
-    save_file({"a": torch.ones(1)}, path / "model-1-of-3.safetensors")
-
-
-def _mix_shards(path: Path) -> None:
-    _lose_the_index(path)
-    save_file({"a": torch.ones(1)}, path / "model-00001-of-00002.safetensors")
-
-
-def _repeat_a_tensor(path: Path) -> None:
-    _lose_the_index(path)
-    _swap_shards(path)
-
-
-def _lose_index_and_shard(path: Path) -> None:
-    _lose_the_index(path)
-    _lose_a_shard(path)
-
-
-def _lose_index_and_names(path: Path) -> None:
-    _lose_the_index(path)
-    for number, shard in enumerate(path.glob("*.safetensors")):
-        shard.rename(path / f"{number}.safetensors")
-
-
-def _leave_pickles(path: Path, names: list[str]) -> None:
-    _leave_nothing(path)
-    for name in names:
-        torch.save({name: torch.ones(1)}, path / name)
-
-
-def _leave_pickles_without_a_shard(path: Path) -> None:
-    _leave_pickles(path, ["pytorch_model-00001-of-00003.bin", "pytorch_model-00003-of-00003.bin"])
-
-
-def _leave_pickles_with_a_path(path: Path) -> None:
-    _leave_pickles(path, ["pytorch_model-00001-of-00001.bin"])
-    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.bin"}}))
-
-
-def _leave_pickled_code(path: Path) -> None:
-    _leave_nothing(path)
-    torch.save({"a": Path}, path / "pytorch_model.bin")
-
-
-def _leave_half_a_pickle(path: Path) -> None:
-    _leave_pickles(path, ["pytorch_model.bin"])
-    data = (path / "pytorch_model.bin").read_bytes()
-    (path / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
-
-
-def _leave_nothing(path: Path) -> None:
-    _lose_the_index(path)
-    for shard in path.glob("*.safetensors"):
-        shard.unlink()
-
-
-def _index(document: object) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        (path / INDEX).write_text(document if isinstance(document, str) else json.dumps(document))
-
-    return damage
+ONE = {"a": torch.ones(1)}
+SHARD, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
+BIN, SHARDS_OF_BIN = "pytorch_model.bin", [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+EVIL = {"weight_map": {"a": "../secret.bin"}}
 
 
 @pytest.mark.parametrize(
-    ("damage", "kind", "complaint"),
+    ("lost", "new", "kind", "complaint"),
     [
-        (_lose_a_shard, PartNotFound, r"model-00002-of-00003\.safetensors is missing, in which .* \d+ tensors"),
-        (_lose_index_and_names, PartNotFound, r"index\.json is missing"),
-        (_lose_index_and_shard, PartNotFound, r"no model\.safetensors\.index\.json, and 2 of 3 shards, .* numbers 2;"),
-        (_keep_a_single_file_too, PartNotFound, r"4 of 3 shards"),
-        (_mix_shards, MalformedFile, r"shards of several models: model-00001-of-00002\.safetensors, model-00001-of-0"),
-        (_repeat_a_tensor, MalformedFile, r"is in both model-00001-of-00003\.safetensors and model-00002-of-00003"),
-        (_swap_shards, MalformedFile, r"model-00001.* does not hold the tensors that"),
-        (_cut_a_shard, MalformedFile, r"model-00001.*truncated, or not whole"),
-        (_leave_pickles_without_a_shard, PartNotFound, r"2 of 3 shards, without numbers 2; download"),
-        (_leave_pickles_with_a_path, MalformedFile, r"'\.\./secret\.bin' is not a \.bin file of this"),
-        (_leave_pickled_code, UnsafePickle, r"pytorch_model\.bin"),
-        (_leave_half_a_pickle, MalformedFile, r"pytorch_model\.bin"),
-        (_leave_nothing, PartNotFound, r"holds no weights"),
-        (_index("{"), MalformedFile, r"index\.json: not valid JSON"),
-        (_index([]), MalformedFile, r"expected a JSON object"),
-        (_index({"weight_map": ["a"]}), MalformedFile, r"weight_map must name"),
-        (_index({"weight_map": {"a": "../secret.safetensors"}}), MalformedFile, r"is not a \.safetensors file of this"),
+        ([SECOND], {}, PartNotFound, r"model-00002-of-00003\.safetensors is missing, in which .* \d+ tensors"),
+        (["model*"], {"0.safetensors": ONE, "1.safetensors": ONE}, PartNotFound, r"index\.json is missing"),
+        (
+            [INDEX, SECOND],
+            {},
+            PartNotFound,
+            r"no model\.safetensors\.index\.json, and 2 of 3 shards, .* numbers 2;",
+        ),
+        ([INDEX], {"model-1-of-3.safetensors": ONE}, PartNotFound, r"4 of 3 shards"),
+        (
+            [INDEX],
+            {"model-00001-of-00002.safetensors": ONE},
+            MalformedFile,
+            r"shards of several models: model-00001-of-00002\.safetensors, model-00001-of-0",
+        ),
+        (
+            ["model*"],
+            {"model-00001-of-00002.safetensors": ONE, "model-00002-of-00002.safetensors": ONE},
+            MalformedFile,
+            r"is in both model-00001-of-00002\.safetensors and model-00002-of-00002",
+        ),
+        ([], {SHARD: ONE}, MalformedFile, r"model-00001.* does not hold the tensors that"),
+        ([], {SHARD: serialized(ONE)[:-1]}, MalformedFile, r"model-00001.*truncated, or not whole"),
+        (
+            ["model*"],
+            {SHARDS_OF_BIN[0]: ONE, SHARDS_OF_BIN[2]: ONE},
+            PartNotFound,
+            r"2 of 3 shards, without numbers 2; download",
+        ),
+        (
+            ["model*"],
+            {"pytorch_model-00001-of-00001.bin": ONE, "pytorch_model.bin.index.json": EVIL},
+            MalformedFile,
+            r"'\.\./secret\.bin' is not a \.bin file of this",
+        ),
+        (["model*"], {BIN: {"a": Path}}, UnsafePickle, r"pytorch_model\.bin"),
+        (["model*"], {BIN: b"PK\x03\x04 and half of it"}, MalformedFile, r"pytorch_model\.bin"),
+        (["model*"], {}, PartNotFound, r"holds no weights"),
+        ([], {INDEX: b"{"}, MalformedFile, r"index\.json: not valid JSON"),
+        ([], {INDEX: []}, MalformedFile, r"expected a JSON object"),
+        ([], {INDEX: {"weight_map": ["a"]}}, MalformedFile, r"weight_map must name"),
+        (
+            [],
+            {INDEX: {"weight_map": {"a": "../secret.safetensors"}}},
+            MalformedFile,
+            r"is not a \.safetensors file of this",
+        ),
     ],
 )
 def test_a_directory_that_is_not_whole_is_refused(
-    tmp_path: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+    tmp_path: Path, lost: list[str], new: dict[str, Any], kind: type[CheckpointError], complaint: str
 ) -> None:
     """The error names the file, and what to do."""
     write_model(tmp_path, Model(), shards=3)
-    damage(tmp_path)
+    for file in [file for pattern in lost for file in tmp_path.glob(pattern)]:
+        file.unlink()
+    for name, content in new.items():
+        put(tmp_path / name, content)
     with pytest.raises(kind, match=complaint):
         read_all(tmp_path)
 
@@ -270,14 +238,15 @@ def read_all(path: Path) -> None:
 def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
     """Shards that no index describes, and files of torch.save, which are read as plain data."""
     state = write_model(tmp_path, Model(), shards=3)
-    _lose_the_index(tmp_path)
+    (tmp_path / INDEX).unlink()
     if form != "shards":
         shards = sorted(tmp_path.glob("*.safetensors"))
         parts = [load_file(shard) for shard in shards]
-        _remove_all(shards)
-        names = [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+        for shard in shards:
+            shard.unlink()
+        names = SHARDS_OF_BIN
         if form == "bin":
-            names, parts = ["pytorch_model.bin"], [{name: tensor for part in parts for name, tensor in part.items()}]
+            names, parts = [BIN], [{name: tensor for part in parts for name, tensor in part.items()}]
         for name, part in zip(names, parts, strict=True):
             torch.save(part, tmp_path / name)
         if form == "bin shards with index":
@@ -289,11 +258,6 @@ def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
     assert sorted(state) == directory.names
     assert [] == [name for name in state if not torch.equal(state[name], found[name])]
     assert directory.strays is None
-
-
-def _remove_all(shards: list[Path]) -> None:
-    for shard in shards:
-        shard.unlink()
 
 
 def test_weights_that_are_not_read_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.conversion import Dtype
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import differences, save_job, use_small_waves, weights, write_as_nxd, write_config
+from tests.hugging_face.saved import differences, export, save_job, use_small_waves, weights, write_as_nxd, write_config
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -34,13 +33,6 @@ JOBS = {
     "Mixtral, expert parallel": Job(Model("mixtral"), tp=2, pp=2, ep=2, fused_mlp=False),
     "GPT-NeoX": Job(Model("gpt_neox"), tp=2, pp=2),
 }
-
-
-def export(tag: Path, out: Path, job: Job, **options: Any) -> Converted:
-    """With the job's config.json, beside the output."""
-    config = write_config(out.parent / "config", job.model.config)
-    how = {"kv_size_multiplier": job.copies, "hardware": job.hardware, **options}
-    return convert(tag, out, to="hf", config=config, **how)
 
 
 @pytest.mark.parametrize(("name", "use_xser"), [(name, number % 2 == 0) for number, name in enumerate(JOBS)])

@@ -26,7 +26,7 @@ from nxd_ckpt.tag.foreign.quantization import quantization_of
 from tests.formats.assemblies import read_leaf
 from tests.hugging_face.families import random_model
 from tests.hugging_face.reference import State
-from tests.hugging_face.saved import differences, live, weights, write_config
+from tests.hugging_face.saved import differences, live, weights, write_config, write_files
 from tests.support.processes import run_program
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -62,8 +62,7 @@ def compressed(strategy: str, **changes: Any) -> dict[str, Any]:
 
 
 def opened(path: Path, config: dict[str, Any], state: State) -> HuggingFaceDirectory:
-    write_config(path, config)
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    write_files(path, config, state)
     directory = HuggingFaceDirectory(open_storage(path))
     directory.dequantize(quantization_of(directory.config, directory.where))
     return directory
@@ -182,8 +181,7 @@ def test_the_text_model_of_a_multimodal_one_is_loaded(tmp_path: Path) -> None:
     """The whole's config.json says how it is quantized, and a section which text model it is."""
     model = random_model("qwen3")
     files, plain = quantized(dict(model.state_dict()), {}, lambda name: "_proj.weight" in name)
-    write_config(tmp_path, {"model_type": "mine_vl", "text_config": model.config.to_dict(), **fine_grained()})
-    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write_files(tmp_path, {"model_type": "mine_vl", "text_config": model.config.to_dict(), **fine_grained()}, files)
     target = live(plain)
     load_checkpoint(tmp_path, model=target)
     assert [] == differences(plain, dict(target.state_dict()))
@@ -212,10 +210,6 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 SHAPE = (64, 32)
 
 
-def _change(state: State, name: str, tensor: torch.Tensor | None) -> None:
-    state.pop(name) if tensor is None else state.update({name: tensor})
-
-
 @pytest.mark.parametrize(
     ("name", "tensor", "kind", "text"),
     [
@@ -236,10 +230,9 @@ def test_scales_that_do_not_fit_are_refused(
     """By the tensor's name, whatever strict says; nothing changes, and no tag is made."""
     model = random_model("qwen3")
     files, plain = quantized(dict(model.state_dict()), {}, lambda each: "_proj.weight" in each)
-    files[NAME], files[f"{NAME}_scale_inv"] = numbers(*SHAPE), scales(4, 2)
-    _change(files, name, tensor)
-    write_config(tmp_path / "hub", {**model.config.to_dict(), **fine_grained()})
-    save_file(files, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    files |= {NAME: numbers(*SHAPE), f"{NAME}_scale_inv": scales(4, 2)}
+    files = {each: one for each, one in {**files, name: tensor}.items() if one is not None}
+    write_files(tmp_path / "hub", {**model.config.to_dict(), **fine_grained()}, files)
     for strict in (True, False):
         target = live({**plain, NAME: torch.zeros(SHAPE)})
         with pytest.raises(kind, match=text):

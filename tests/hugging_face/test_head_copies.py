@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import convert
 from nxd_ckpt.core.heads import Hardware
 from nxd_ckpt.errors import TopologyMismatch
+from tests.hugging_face import saved
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
+from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -25,9 +25,7 @@ BY_CONVERTER = "are in the order of NxD's converter for trn2"
 
 def export(tag: Path, job: Job, **options: Any) -> State:
     """What is exported of the tag, with the job's config.json, copies and hardware."""
-    config = write_config(tag.parents[1] / "config", job.model.config)
-    how = {"kv_size_multiplier": job.copies, "hardware": job.hardware, **options}
-    convert(tag, tag.parents[1] / "out", to="hf", config=config, **how)
+    saved.export(tag, tag.parents[1] / "out", job, **options)
     return weights(tag.parents[1] / "out")
 
 
@@ -47,29 +45,25 @@ def test_files_of_nxds_converter_are_exported(
     assert BY_CONVERTER in caplog.text
 
 
-@pytest.mark.parametrize("write", [write_as_nxd, save_job])
-def test_what_layers_keep_is_told_from_it(tmp_path: Path, caplog: pytest.LogCaptureFixture, write: Any) -> None:
-    """On trn2 copies are neighbours."""
-    state = TRN2.model.state()
-    assert [] == differences(state, export(write(tmp_path / "run", TRN2, state), TRN2))
-    assert BY_CONVERTER not in caplog.text
-
-
-def test_where_both_fit_the_layers_are_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Four heads of which two and two are equal: either order explains the copies."""
-    job = replace(TRN2, model=Model(kv_heads=4, heads=8), tp=2)
+@pytest.mark.parametrize(
+    ("job", "write", "equal_halves"),
+    [
+        pytest.param(TRN2, write_as_nxd, False, id="copies are neighbours, as NxD writes them"),
+        pytest.param(TRN2, save_job, False, id="copies are neighbours, as a job saves them"),
+        pytest.param(replace(TRN2, model=Model(kv_heads=4, heads=8), tp=2), write_as_nxd, True, id="both orders fit"),
+        pytest.param(
+            replace(CONVERTED, model=Model(kv_heads=1, heads=4), copies=4), write_as_nxd, False, id="one head"
+        ),
+    ],
+)
+def test_layers_are_believed_where_their_order_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, job: Job, write: Any, equal_halves: bool
+) -> None:
+    """On trn2 copies are neighbours; where two heads and two are equal, or there is one, either order explains them."""
     state = job.model.state()
-    for name in [name for name in state if "k_proj" in name or "v_proj" in name]:
+    for name in [name for name in state if equal_halves and ("k_proj" in name or "v_proj" in name)]:
         state[name] = state[name][: len(state[name]) // 2].repeat(2, 1)
-    assert [] == differences(state, export(write_as_nxd(tmp_path / "run", job, state), job))
-    assert BY_CONVERTER not in caplog.text
-
-
-def test_with_one_head_there_is_one_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Multi-query attention: the converter's files are those of layers."""
-    job = replace(CONVERTED, model=Model(kv_heads=1, heads=4), tp=4, copies=4)
-    state = job.model.state()
-    assert [] == differences(state, export(write_as_nxd(tmp_path / "run", job, state), job))
+    assert [] == differences(state, export(write(tmp_path / "run", job, state), job))
     assert BY_CONVERTER not in caplog.text
 
 

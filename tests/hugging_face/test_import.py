@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from nxd_ckpt.output import image_writer
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, local_state, write_config
+from tests.hugging_face.saved import differences, local_state, ranks_of, write_config, write_files, write_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -41,23 +40,13 @@ JOBS = {
     "Llama, copies on trn1": Job(Model(heads=8), tp=4, qkv="linear", copies=2),
     "Llama, copies on trn2": Job(Model(heads=8, bias=True), tp=4, pp=2, qkv="fused", copies=2, hardware="trn2"),
     "Llama, padded heads": Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8),
-    "Llama, pairs of padded heads": Job(
-        Model(heads=12, intermediate=16), tp=8, qkv="fused", copies=4, padded_heads=16
-    ),
+    "Llama, pairs of padded heads": Job(Model(heads=12, intermediate=16), tp=8, qkv="fused", copies=4, padded_heads=16),
     "Llama, coalesced": Job(Model(kv_heads=4), tp=2, qkv="coalesced", fused_mlp=False),
     "Llama, padded vocabulary": Job(Model(vocab=21), tp=2, padded_vocab=22),
     "Mixtral": Job(Model("mixtral"), tp=2, qkv="linear"),
     "Mixtral, expert parallel": Job(Model("mixtral"), tp=2, pp=2, ep=2, fused_mlp=False),
     "GPT-NeoX": Job(Model("gpt_neox"), tp=2, pp=2),
 }
-
-
-def write_model(path: Path, model: Model, state: State | None = None) -> State:
-    """The directory of a model; what it holds."""
-    state = model.state() if state is None else state
-    write_config(path, model.config)
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    return state
 
 
 def bring(source: Path, tag: Path, job: Job, **options: Any) -> None:
@@ -86,11 +75,6 @@ def loaded(tag: Path, at: Topology) -> State:
     return state
 
 
-def ranks(job: Job) -> list[Topology]:
-    sizes = Topology(dp=job.ep, tp=job.tp, pp=job.pp, ep=job.ep)
-    return [sizes.at(rank) for rank in range(sizes.world_size)]
-
-
 @pytest.mark.parametrize(("name", "use_xser"), [(name, number % 2 == 0) for number, name in enumerate(JOBS)])
 @pytest.mark.one_in(3)
 def test_every_rank_loads_what_a_conversion_by_hand_gives_it(tmp_path: Path, name: str, use_xser: bool) -> None:
@@ -98,7 +82,7 @@ def test_every_rank_loads_what_a_conversion_by_hand_gives_it(tmp_path: Path, nam
     job, tag = JOBS[name], tmp_path / "run" / "step_0"
     state = write_model(tmp_path / "hf", job.model)
     bring(tmp_path / "hf", tag, job, use_xser=use_xser)
-    for at in ranks(job):
+    for at in ranks_of(job):
         assert [] == differences(local_state(job, state, at), loaded(tag, at)), at
     assert () == verify_checkpoint(tag.parent).problems
 
@@ -110,7 +94,7 @@ def test_any_job_is_imported(tmp_path_factory: pytest.TempPathFactory, job: Job)
     path = tmp_path_factory.mktemp("any")
     state = write_model(path / "hf", job.model)
     bring(path / "hf", path / "run" / "step_0", job)
-    for at in ranks(job):
+    for at in ranks_of(job):
         assert [] == differences(local_state(job, state, at), loaded(path / "run" / "step_0", at))
 
 
@@ -132,8 +116,7 @@ def test_both_of_two_tied_tensors_are_there_though_files_leave_one_out(tmp_path:
     state = job.model.state()
     (kept,) = {"lm_head.weight", "model.embed_tokens.weight"} - {absent}
     del state[absent]
-    write_model(tmp_path / "hf", job.model, state)
-    write_config(tmp_path / "hf", {**job.model.config, "tie_word_embeddings": True})
+    write_files(tmp_path / "hf", {**job.model.config, "tie_word_embeddings": True}, state)
     bring(tmp_path / "hf", tag, job)
     rows = state[kept].chunk(2)[0]
     for pp_rank, name in enumerate(("model.embed_tokens.weight", "lm_head.weight")):
@@ -149,9 +132,10 @@ def test_both_of_two_tied_tensors_are_there_though_files_leave_one_out(tmp_path:
 def test_a_dtype_is_cast_to(tmp_path: Path, dtype: str) -> None:
     """As torch casts it."""
     job, tag = Job(Model(), tp=2), tmp_path / "run" / "step_0"
-    state = write_model(tmp_path / "hf", job.model, {name: one / 3 for name, one in job.model.state().items()})
+    state = {name: one / 3 for name, one in job.model.state().items()}
+    write_files(tmp_path / "hf", job.model.config, state)
     bring(tmp_path / "hf", tag, job, dtype=dtype)
-    for at in ranks(job):
+    for at in ranks_of(job):
         expected = {name: one.to(getattr(torch, dtype)) for name, one in local_state(job, state, at).items()}
         assert [] == differences(expected, loaded(tag, at))
 
@@ -165,92 +149,84 @@ def test_stages_can_be_chosen(tmp_path: Path) -> None:
     assert sorted(first) == sorted(loaded(tag, Topology(pp=2)))
 
 
-def _lose_a_tensor(path: Path, model: Model) -> None:
-    state = model.state()
-    del state["model.layers.1.mlp.up_proj.weight"]
-    write_model(path, model, state)
-
-
-def _lose_a_layer(path: Path, model: Model) -> None:
-    write_model(path, model, {name: one for name, one in model.state().items() if ".layers.1." not in name})
-
-
-def _add_a_tensor(path: Path, model: Model) -> None:
-    write_model(path, model, {**model.state(), "model.layers.0.self_attn.q_norm.weight": torch.ones(2)})
-
-
-def _lose_the_embedding(path: Path, model: Model) -> None:
-    """And the head that is tied to it."""
-    state = model.state()
-    del state["model.embed_tokens.weight"], state["lm_head.weight"]
-    write_model(path, model, state)
-    write_config(path, {**model.config, "tie_word_embeddings": True})
-
-
-def _mix_dtypes(path: Path, model: Model) -> None:
-    state = model.state()
-    name = "model.layers.0.mlp.up_proj.weight"
-    write_model(path, model, {**state, name: state[name].bfloat16()})
-
-
-def _claim_other_heads(path: Path, model: Model) -> None:
-    write_model(path, model)
-    write_config(path, {**model.config, "num_key_value_heads": 4})
-
-
-def _claim_biases(path: Path, model: Model) -> None:
-    write_model(path, model)
-    write_config(path, {**model.config, "attention_bias": True})
-
-
-def _hide_biases(path: Path, model: Model) -> None:
-    write_model(path, replace(model, mlp_bias=True))
-    write_config(path, model.config)
-
-
-def _overflow(path: Path, model: Model) -> None:
-    write_model(path, model, {**model.state(), "model.norm.weight": torch.full((8,), 1e30)})
-
-
-def _whole(path: Path, model: Model) -> None:
-    write_model(path, model)
+STATE: dict[str, torch.Tensor | None] = {**Model().state()}
+SECOND_LAYER = [name for name in STATE if ".layers.1." in name]
+ENDS = ["model.embed_tokens.weight", "lm_head.weight"]
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("damage", "options", "kind", "complaint"),
+    ("tensors", "config", "kind", "complaint"),
     [
-        (_lose_a_tensor, {}, KeyMismatch, r"tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight"),
-        (_lose_a_layer, {}, KeyMismatch, r"missing: model\.layers\.1\..* and 1 more, which"),
-        (_add_a_tensor, {}, KeyMismatch, r"no rule for model\.layers\.0\.self_attn\.q_norm.*closest.*_proj"),
-        (_mix_dtypes, {}, DtypeMismatch, r"gate_up_proj\.weight is made of tensors of bfloat16 and float32"),
-        (_claim_other_heads, {}, ShapeMismatch, r"k_proj\.weight has shape \(4, 8\), expected \(8, 8\)"),
-        (_claim_biases, {}, KeyMismatch, r"/hf: .* lacks .*layers\.0\..*q_proj\.bias.*\(attention_bias True\)"),
-        (_hide_biases, {}, KeyMismatch, r"/hf: .* holds .*layers\.0\.mlp\.\w+_proj\.bias.*\(no mlp_bias, so False\)"),
-        (_overflow, {"dtype": "float16"}, DtypeMismatch, r"model/model\.norm\.weight.*become infinite"),
-        (_whole, {"dtype": "float8"}, InvalidArgument, r"dtype must be one of"),
-        (_lose_the_embedding, {}, KeyMismatch, r"tensors are missing: model\.embed_tokens\.weight"),
-        (_whole, {"tp": 4}, TopologyMismatch, r"k_proj\.weight: the 2 heads of .* cannot be divided equally among 4"),
-        (_whole, {"tp": 3}, TopologyMismatch, r"cannot be divided equally among 3 tensor-parallel ranks"),
-        (_whole, {"pp": 3}, TopologyMismatch, r"3 pipeline stages for 2 repeated layers"),
-        (_whole, {"pp": 2, "mapping": "gpt_neox"}, KeyMismatch, r"'gpt_neox' has no rule for lm_head\.weight"),
-        (_whole, {"pp": 2, "stages": [[]]}, TopologyMismatch, r"lists 1 pipeline stages, but pp is 2"),
-        (_whole, {"stages": [["lm_head.weight"]]}, KeyMismatch, r"stages= must list every NxD tensor"),
-        (_whole, {"fuse_qkv": True, "coalesce_qkv": True}, InvalidArgument, r"pass one or the other"),
-        (_whole, {"mapping": "gpt_neox", "qkv_linear": True}, InvalidArgument, r"has no rules for qkv_linear"),
-        (_whole, {"mapping": "gpt_neox", "kv_size_multiplier": 2}, InvalidArgument, r"has no rule with heads"),
-        (_whole, {"mapping": "gpt_neox", "hardware": "inf2"}, InvalidArgument, r"hardware must be one of trn1, trn2"),
-        (_whole, {"config": "nowhere"}, InvalidArgument, r"expected config\.json"),
+        ({SECOND_LAYER[-1]: None}, {}, KeyMismatch, rf"tensors are missing: {re.escape(SECOND_LAYER[-1])}"),
+        (dict.fromkeys(SECOND_LAYER), {}, KeyMismatch, r"missing: model\.layers\.1\..* and 1 more, which"),
+        (
+            {"model.layers.0.self_attn.q_norm.weight": torch.ones(2)},
+            {},
+            KeyMismatch,
+            r"no rule for model\.layers\.0\.self_attn\.q_norm.*closest.*_proj",
+        ),
+        (
+            {UP: Model().state()[UP].bfloat16()},
+            {},
+            DtypeMismatch,
+            r"gate_up_proj\.weight is made of .* bfloat16 and fl",
+        ),
+        ({}, {"num_key_value_heads": 4}, ShapeMismatch, r"k_proj\.weight has shape \(4, 8\), expected \(8, 8\)"),
+        (
+            {},
+            {"attention_bias": True},
+            KeyMismatch,
+            r"/hf: .* lacks .*\.0\..*q_proj\.bias.*\(attention_bias True\)",
+        ),
+        (
+            Model(mlp_bias=True).state(),
+            {},
+            KeyMismatch,
+            r"/hf: .* holds .*layers\.0\.mlp\.\w+_proj\.bias.*\(no mlp_bias, so False\)",
+        ),
+        (
+            dict.fromkeys(ENDS),
+            {"tie_word_embeddings": True},
+            KeyMismatch,
+            r"tensors are missing: model\.embed_tokens\.weight",
+        ),
     ],
 )
-def test_what_cannot_be_imported_is_refused(
-    tmp_path: Path,
-    damage: Callable[[Path, Model], None],
-    options: dict[str, Any],
-    kind: type[CheckpointError],
-    complaint: str,
+def test_files_that_contradict_their_config_are_refused(
+    tmp_path: Path, tensors: State, config: dict[str, Any], kind: type[CheckpointError], complaint: str
+) -> None:
+    """Naming tensors and keys; nothing is there then, nor the directory that was to hold the tag."""
+    state = {name: one for name, one in {**STATE, **tensors}.items() if one is not None}
+    write_files(tmp_path / "hf", {**Model().config, **config}, state)
+    with pytest.raises(kind, match=complaint):
+        bring(tmp_path / "hf", tmp_path / "runs" / "run" / "step_0", Job(Model()))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "complaint"),
+    [
+        ({"dtype": "float8"}, InvalidArgument, r"dtype must be one of"),
+        ({"dtype": "float16"}, DtypeMismatch, r"model/model\.norm\.weight.*become infinite"),
+        ({"tp": 4}, TopologyMismatch, r"k_proj\.weight: the 2 heads of .* cannot be divided equally among 4"),
+        ({"tp": 3}, TopologyMismatch, r"cannot be divided equally among 3 tensor-parallel ranks"),
+        ({"pp": 3}, TopologyMismatch, r"3 pipeline stages for 2 repeated layers"),
+        ({"pp": 2, "mapping": "gpt_neox"}, KeyMismatch, r"'gpt_neox' has no rule for lm_head\.weight"),
+        ({"pp": 2, "stages": [[]]}, TopologyMismatch, r"lists 1 pipeline stages, but pp is 2"),
+        ({"stages": [["lm_head.weight"]]}, KeyMismatch, r"stages= must list every NxD tensor"),
+        ({"fuse_qkv": True, "coalesce_qkv": True}, InvalidArgument, r"pass one or the other"),
+        ({"mapping": "gpt_neox", "qkv_linear": True}, InvalidArgument, r"has no rules for qkv_linear"),
+        ({"mapping": "gpt_neox", "kv_size_multiplier": 2}, InvalidArgument, r"has no rule with heads"),
+        ({"mapping": "gpt_neox", "hardware": "inf2"}, InvalidArgument, r"hardware must be one of trn1, trn2"),
+        ({"config": "nowhere"}, InvalidArgument, r"expected config\.json"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    tmp_path: Path, options: dict[str, Any], kind: type[CheckpointError], complaint: str
 ) -> None:
     """Naming tensors and sizes; nothing is there then, nor the directory that was to hold the tag."""
-    damage(tmp_path / "hf", Model())
+    write_files(tmp_path / "hf", Model().config, {**Model().state(), "model.norm.weight": torch.full((8,), 1e30)})
     with pytest.raises(kind, match=complaint):
         bring(tmp_path / "hf", tmp_path / "runs" / "run" / "step_0", Job(Model()), **options)
     assert not (tmp_path / "runs").exists()
@@ -259,8 +235,8 @@ def test_what_cannot_be_imported_is_refused(
 def test_a_mapping_says_nothing_of_options_of_another_model(tmp_path: Path) -> None:
     """Its names fit a model of a type that it does not know, which may read keys of config.json in its own way."""
     model = Model()
-    state = write_model(tmp_path / "hf", model)
-    write_config(tmp_path / "hf", {**model.config, "model_type": "seed_oss", "attention_bias": True})
+    state = model.state()
+    write_files(tmp_path / "hf", {**model.config, "model_type": "seed_oss", "attention_bias": True}, state)
     bring(tmp_path / "hf", tmp_path / "run" / "step_0", Job(model), mapping="llama")
     assert [] == differences(Job(model).rank(state), loaded(tmp_path / "run" / "step_0", Topology()))
 
@@ -304,7 +280,7 @@ def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.Captur
     """All names without a rule, with the closest rules, and all tensors that are missing; the exit code is 1."""
     state = {**Model().state(), "model.layers.0.mlp.gate.weight": torch.ones(2)}
     del state["model.layers.1.mlp.up_proj.weight"]
-    write_model(tmp_path / "hf", Model(), state)
+    write_files(tmp_path / "hf", Model().config, state)
     command = ["convert", "--to=tag", "--names=nxd", "--dry-run"]
     assert 1 == main([*command, str(tmp_path / "hf"), str(tmp_path / "run" / "step_0")])
     *tensors, _, header, unknown, missing = capsys.readouterr().out.splitlines()
@@ -328,7 +304,7 @@ def test_a_single_file_is_imported_too(tmp_path: Path, name: str) -> None:
     else:
         (tmp_path / "hf" / name).rename(tmp_path / name)
     bring(tmp_path / name, tag, job, config=tmp_path / "hf")
-    for at in ranks(job):
+    for at in ranks_of(job):
         assert [] == differences(local_state(job, state, at), loaded(tag, at))
 
 
@@ -349,13 +325,13 @@ def test_several_processes_and_stores(tmp_path: Path) -> None:
     job = Job(Model(), tp=2, pp=2)
     state = write_model(tmp_path / "hf", job.model)
     bring(tmp_path / "hf", tmp_path / "run" / "step_0", job, num_workers=2)
-    for at in ranks(job):
+    for at in ranks_of(job):
         assert [] == differences(local_state(job, state, at), loaded(tmp_path / "run" / "step_0", at))
     url = f"memory://{uuid.uuid4().hex}"
     for path in (tmp_path / "hf").iterdir():
         fsspec.filesystem("memory").pipe_file(f"{url}/hf/{path.name}", path.read_bytes())
     convert(f"{url}/hf", f"{url}/run/step_0", to="tag", names="nxd", tp=2, pp=2)
-    for at in ranks(job):
+    for at in ranks_of(job):
         found: State = {}
         load_checkpoint(f"{url}/run", "step_0", model=found, topology=at)
         assert [] == differences(local_state(job, state, at), found)

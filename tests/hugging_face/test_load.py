@@ -29,7 +29,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, live, local_state, weights, write_config, write_model
+from tests.hugging_face.saved import differences, live, local_state, ranks_of, write_files, write_model
 from tests.support.rank_pool import RankPool, WorkerError
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -45,11 +45,6 @@ def options_of(job: Job) -> dict[str, Any]:
     return {"kv_size_multiplier": job.copies, "hardware": job.hardware}
 
 
-def topologies(job: Job) -> list[Topology]:
-    sizes = Topology(dp=job.ep, tp=job.tp, pp=job.pp, ep=job.ep)
-    return [sizes.at(rank) for rank in range(sizes.world_size)]
-
-
 @given(job=jobs())
 def test_every_rank_holds_what_a_conversion_by_hand_gives_it(
     tmp_path_factory: pytest.TempPathFactory, job: Job
@@ -57,44 +52,10 @@ def test_every_rank_holds_what_a_conversion_by_hand_gives_it(
     """Any sizes, heads and copies, to the last bit."""
     path = tmp_path_factory.mktemp("hf")
     state = write_model(path, job.model, shards=2)
-    for at in topologies(job):
+    for at in ranks_of(job):
         expected = local_state(job, state, at)
         model = live(expected)
         assert load_checkpoint(path, model=model, topology=at, **options_of(job)) is None
-        assert [] == differences(expected, held(model))
-
-
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "llama-mha": ("LlamaConfig", {"num_key_value_heads": 8}, {"tp": 2, "qkv": "coalesced", "pp": 2}),
-    "llama-gqa-trn1": ("LlamaConfig", {"num_key_value_heads": 2}, {"tp": 4, "qkv": "linear", "copies": 2, "pp": 2}),
-    "llama-gqa-trn2": (
-        "LlamaConfig", {"num_key_value_heads": 2}, {"tp": 4, "qkv": "fused", "copies": 2, "hardware": "trn2"}
-    ),
-    "mistral": ("MistralConfig", {"num_key_value_heads": 4}, {"tp": 2, "qkv": "linear"}),
-    "mixtral": (
-        "MixtralConfig", {"num_key_value_heads": 4, "num_local_experts": 4}, {"tp": 2, "ep": 2, "qkv": "linear"}
-    ),
-    "gpt-neox": ("GPTNeoXConfig", {}, {"tp": 2, "pp": 2}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_transformers_saves_is_loaded(tmp_path: Path, name: str) -> None:
-    """By save_pretrained, in several files, into ranks that cut it by tensors, stages and experts."""
-    import transformers
-
-    kind, changes, how = CASES[name]
-    config = getattr(transformers, kind)(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, **changes
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path, max_shard_size="20KB")
-    state = weights(tmp_path)
-    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    job = Job(Model(family, 2, 8, changes.get("num_key_value_heads", 8), 4, 48, 64, 4), **how)
-    for at in topologies(job):
-        expected = local_state(job, state, at)
-        model = live(expected)
-        load_checkpoint(tmp_path, model=model, topology=at, **options_of(job))
         assert [] == differences(expected, held(model))
 
 
@@ -103,7 +64,7 @@ def test_a_rank_reads_hardly_more_than_its_part(tmp_path: Path) -> None:
     job = Job(Model(heads=8, head_dim=32, intermediate=512, vocab=512), tp=4, qkv="linear", copies=2)
     state = write_model(tmp_path, job.model, shards=2)
     log: list[Operation] = []
-    for at in topologies(job):
+    for at in ranks_of(job):
         expected = local_state(job, state, at)
         model = live(expected)
         log.clear()
@@ -136,10 +97,10 @@ def test_a_model_on_the_meta_device_gets_memory_for_its_part(tmp_path: Path) -> 
 def test_tied_weights_are_loaded(tmp_path: Path, device: str) -> None:
     """A head that the files leave out is that of the embedding, tied in the live model or not."""
     model = Model()
-    state = write_model(tmp_path, model)
-    write_config(tmp_path, {**model.config, "tie_word_embeddings": True})
+    state = model.state()
+    del state["lm_head.weight"]
+    write_files(tmp_path, {**model.config, "tie_word_embeddings": True}, state)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    save_file({name: state[name] for name in state if name != "lm_head.weight"}, tmp_path / "model.safetensors")
     job = Job(model, fused_mlp=False)
     apart, tied = live(local_state(job, state, Topology()), device), live(local_state(job, state, Topology()), device)
     tied.lm_head.weight = tied.model.embed_tokens.weight  # type: ignore[union-attr]
@@ -155,10 +116,10 @@ def test_tied_weights_are_loaded(tmp_path: Path, device: str) -> None:
 )
 def test_numbers_take_the_live_dtype(tmp_path: Path, saved: torch.dtype, dtype: torch.dtype) -> None:
     """Wider or narrower, if its range is no smaller."""
-    state = {name: tensor.to(saved) for name, tensor in write_model(tmp_path, Model()).items()}
-    save_file(state, tmp_path / "model.safetensors")
+    state = {name: tensor.to(saved) for name, tensor in Model().state().items()}
+    write_files(tmp_path, Model().config, state)
     job = Job(Model(), tp=2)
-    for at in topologies(job):
+    for at in ranks_of(job):
         expected = {name: tensor.to(dtype) for name, tensor in local_state(job, state, at).items()}
         model = live(expected)
         load_checkpoint(tmp_path, model=model, topology=at)
@@ -182,7 +143,7 @@ def test_a_store_is_loaded_from(tmp_path: Path) -> None:
     state = write_model(tmp_path, Model(), shards=3)
     name = uuid.uuid4().hex
     fsspec.filesystem("memory").put(str(tmp_path), f"/{name}/model", recursive=True)
-    for at in topologies(Job(Model(), tp=2)):
+    for at in ranks_of(Job(Model(), tp=2)):
         expected = local_state(Job(Model(), tp=2), state, at)
         model = live(expected, device="meta")
         load_checkpoint(f"memory://{name}/model", model=model, topology=at)
@@ -198,24 +159,21 @@ def test_a_tag_in_the_directory_goes_first(tmp_path: Path) -> None:
     assert ["a"] == list(model)
 
 
-def _without_norm(model: torch.nn.Module) -> None:
-    del model.model.norm
-
-
-def _with_another(model: torch.nn.Module) -> None:
-    model.extra = torch.nn.Parameter(torch.zeros(1))
-
-
-def _with_computed_meta(model: torch.nn.Module) -> None:
-    model.register_buffer("computed", torch.zeros(2, device="meta"), persistent=False)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (_without_norm, r"unexpected in the checkpoint: 'model\.norm\.weight'; load with strict=False"),
-        (_with_another, r"no rule for 'extra'"),
-        (_with_computed_meta, r"computed of the live model are on the meta device and in no file"),
+        (
+            lambda model: delattr(model.model, "norm"),
+            r"unexpected in the checkpoint: 'model\.norm\.weight'; load with strict=False",
+        ),
+        (
+            lambda model: model.register_parameter("extra", torch.nn.Parameter(torch.zeros(1))),
+            r"no rule for 'extra'",
+        ),
+        (
+            lambda model: model.register_buffer("computed", torch.zeros(2, device="meta"), persistent=False),
+            r"computed of the live model are on the meta device and in no file",
+        ),
     ],
 )
 def test_names_that_differ_are_refused(
@@ -320,7 +278,7 @@ PIPELINE = Job(Model(), tp=2, pp=2)
 def load_one_rank(rank: int, path: str, broken: int | None) -> State:
     """What the rank holds after the load, or after it failed; ``broken`` has a parameter of another shape."""
     state = load_file(Path(path) / "model.safetensors")
-    at = topologies(PIPELINE)[rank]
+    at = ranks_of(PIPELINE)[rank]
     model = live(local_state(PIPELINE, state, at), device="meta" if broken is None else "cpu")
     if rank == broken:
         model.get_submodule("model.layers.1.mlp.down_proj").weight = torch.nn.Parameter(torch.zeros(3, 3))
@@ -337,7 +295,7 @@ def test_the_ranks_of_a_job_load_together(gloo_ranks: RankPool, tmp_path: Path) 
     """Each its part, from the meta device; a failing rank fails all of them, and nothing is changed on any."""
     state = write_model(tmp_path, PIPELINE.model)
     found = gloo_ranks.run(load_one_rank, str(tmp_path), None)
-    expected = [local_state(PIPELINE, state, at) for at in topologies(PIPELINE)]
+    expected = [local_state(PIPELINE, state, at) for at in ranks_of(PIPELINE)]
     assert [[], [], [], []] == [differences(*pair) for pair in zip(expected, found, strict=True)]
     outcomes = gloo_ranks.start(load_one_rank, str(tmp_path), 3).result(return_errors=True)
     causes = [outcome.cause for outcome in outcomes if isinstance(outcome, WorkerError)]

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, convert
+from nxd_ckpt import Topology
 from nxd_ckpt.errors import PartNotFound
+from tests.hugging_face import saved
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, local_state, weights, write_config
+from tests.hugging_face.saved import differences, local_state, weights
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -51,8 +52,7 @@ def save(directory: Path, **options: Any) -> Path:
 
 
 def export(tag: Path, out: Path, **options: Any) -> State:
-    config = write_config(out.parent / "config", JOB.model.config)
-    convert(tag, out, to="hf", config=config, kv_size_multiplier=2, **options)
+    saved.export(tag, out, JOB, **options)
     return weights(out)
 
 

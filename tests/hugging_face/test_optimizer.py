@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
+from tests.hugging_face import saved
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, use_small_waves, weights, write_as_nxd, write_config
-from tests.hugging_face.trained import document, expected_document, expected_tensors, export, save_trained, tensors
+from tests.hugging_face.trained import document, expected_document, expected_tensors, save_trained, tensors
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -38,6 +40,8 @@ JOBS: dict[str, tuple[Job, int]] = {
     "GPT-NeoX": (Job(Model("gpt_neox"), tp=2, pp=2), 2),
 }
 
+
+export = partial(saved.export, optimizer=True)
 
 EVERY = [(name, zero1, use_xser) for name in JOBS for zero1 in (False, True) for use_xser in (False, True)]
 FEW = {
@@ -123,24 +127,20 @@ def test_a_tag_without_an_optimizer_is_refused(tmp_path: Path) -> None:
         export(write_as_nxd(tmp_path / "nxd", job, job.model.state()), tmp_path / "out", job)
 
 
-def _of_another_shape(entry: dict[str, Any]) -> None:
-    entry["exp_avg_sq_row"] = torch.ones(3)
-
-
-def _unusual(entry: dict[str, Any]) -> None:
-    entry["history"] = [torch.ones(2), torch.ones(2)]
-
-
-def _absent(entry: dict[str, Any]) -> None:
-    entry.clear()
-
-
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
-        (_of_another_shape, OptimizerMismatch, r"exp_avg_sq_row: saved with shape \(3,\)"),
-        (_unusual, UnsupportedState, r"/history: .* is neither state shaped like its parameter"),
-        (_absent, IncompatibleState, "saved no exp_avg for 'model.norm.weight', but others did"),
+        (
+            lambda entry: entry.update(exp_avg_sq_row=torch.ones(3)),
+            OptimizerMismatch,
+            r"exp_avg_sq_row: saved with shape \(3,\)",
+        ),
+        (
+            lambda entry: entry.update(history=[torch.ones(2), torch.ones(2)]),
+            UnsupportedState,
+            r"/history: .* is neither state shaped like its parameter",
+        ),
+        (dict.clear, IncompatibleState, "saved no exp_avg for 'model.norm.weight', but others did"),
     ],
 )
 def test_state_that_cannot_be_exported(
@@ -153,7 +153,7 @@ def test_state_that_cannot_be_exported(
     def what(rank: int) -> dict[str, Any]:
         model = job.rank(job.model.state(), rank)
         entry: dict[str, Any] = {"step": 1, "exp_avg": model["model.norm.weight"]}
-        if rank == 1 or damage is not _absent:
+        if rank == 1 or damage is not dict.clear:
             damage(entry)
         optimizer = {"state": {0: entry}, "param_groups": [{"lr": 0.1, "params": [0]}]}
         return {"model": model, "optimizer": optimizer, "param_names": [["model.norm.weight"]]}

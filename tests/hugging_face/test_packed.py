@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
@@ -18,35 +18,56 @@ from nxd_ckpt.hugging_face.mapping import load_mapping
 from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import State
-from tests.hugging_face.saved import differences, live, weights, write_config
+from tests.hugging_face.saved import differences, live, weights, write_config, write_files
 from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 CONFIG: dict[str, Any] = {
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "head_dim": 2,
-    "vocab_size": 6, "num_experts": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 8,
+    "head_dim": 2,
+    "vocab_size": 6,
+    "num_experts": 2,
 }
 
 MAPPING: dict[str, Any] = {
     "format_version": 1,
     "name": "mine",
     "packed": [
-        {"hf": "h.{layer}.qkv", "parts": ["h.{layer}.q", "h.{layer}.k", "h.{layer}.v"], "heads": ["query", "kv", "kv"],
-         "dim": 0},
-        {"hf": "h.{layer}.moe", "parts": ["h.{layer}.{expert}.gate", "h.{layer}.{expert}.up"], "dim": 2,
-         "stacked": "expert", "alternating": True},
+        {
+            "hf": "h.{layer}.qkv",
+            "parts": ["h.{layer}.q", "h.{layer}.k", "h.{layer}.v"],
+            "heads": ["query", "kv", "kv"],
+            "dim": 0,
+        },
+        {
+            "hf": "h.{layer}.moe",
+            "parts": ["h.{layer}.{expert}.gate", "h.{layer}.{expert}.up"],
+            "dim": 2,
+            "stacked": "expert",
+            "alternating": True,
+        },
         {"hf": "h.{layer}.rows", "parts": "h.{layer}.{expert}.rows", "stacked": "expert", "flat": True},
     ],
     "rules": [
         {"nxd": "h.{layer}.q", "hf": "h.{layer}.q", "heads": "query", "dim": 0},
         {"nxd": "h.{layer}.k", "hf": "h.{layer}.k", "heads": "kv", "dim": 0},
         {"nxd": "h.{layer}.v", "hf": "h.{layer}.v", "heads": "kv", "dim": 0},
-        {"nxd": "h.{layer}.gate_up", "hf": ["h.{layer}.{expert}.gate", "h.{layer}.{expert}.up"], "dim": 2,
-         "stacked": "expert"},
+        {
+            "nxd": "h.{layer}.gate_up",
+            "hf": ["h.{layer}.{expert}.gate", "h.{layer}.{expert}.up"],
+            "dim": 2,
+            "stacked": "expert",
+        },
         {"nxd": "h.{layer}.rows", "hf": "h.{layer}.{expert}.rows", "dim": 2, "stacked": "expert", "transposed": True},
     ],
 }
+
+ATTENTION = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
+"""Of q, k and v alone."""
 
 HELD: dict[str, Callable[[State, int, int], torch.Tensor]] = {
     "h.0.q": lambda state, tp, ep: state["h.0.qkv"][:8].chunk(2)[tp],
@@ -70,8 +91,7 @@ def packed_state() -> State:
 
 
 def write_packed(path: Path, state: State) -> Path:
-    write_config(path, CONFIG)
-    save_file(state, path / "model.safetensors")
+    write_files(path, CONFIG, state)
     return path
 
 
@@ -136,9 +156,8 @@ def test_state_of_the_optimizer_is_packed_alike(tmp_path: Path) -> None:
     model, optimizer = trained(packed_state())
     save_checkpoint(tmp_path / "run", "step_1", model, optimizer)
     source = write_config(tmp_path / "config", CONFIG)
-    attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
 
-    convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=source, mapping=attention, optimizer=True)
+    convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=source, mapping=ATTENTION, optimizer=True)
 
     expected = torch.cat([optimizer.state[one]["exp_avg"] for one in model.parameters()])
     assert torch.equal(expected, load_file(tmp_path / "out" / "optimizer.safetensors")["h.0.qkv/exp_avg"])
@@ -146,7 +165,7 @@ def test_state_of_the_optimizer_is_packed_alike(tmp_path: Path) -> None:
     assert [["h.0.qkv"]] == [group["params"] for group in rest["param_groups"]]
     assert {"h.0.qkv": {"step": 1.0}} == rest["state"]
 
-    terms: dict[str, Any] = {"names": "hf", "config": source, "mapping": attention}
+    terms: dict[str, Any] = {"names": "hf", "config": source, "mapping": ATTENTION}
     convert(tmp_path / "run" / "step_1", tmp_path / "plain" / "step_1", to="tag", **terms)
     fresh: State = {}
     load_checkpoint(tmp_path / "plain", model=fresh)
@@ -169,8 +188,7 @@ def test_a_part_that_never_had_a_gradient_has_moments_of_zeros(tmp_path: Path, s
     """As where its gradients were zeros, which the one tensor would have had."""
     model, optimizer = trained_in_part(packed_state(), steps)
     save_checkpoint(tmp_path / "run", "step_2", model, optimizer)
-    attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
-    options: dict[str, Any] = {"config": write_config(tmp_path / "config", CONFIG), "mapping": attention}
+    options: dict[str, Any] = {"config": write_config(tmp_path / "config", CONFIG), "mapping": ATTENTION}
     convert(tmp_path / "run" / "step_2", tmp_path / "out", to="hf", optimizer=True, **options)
     saved = load_file(tmp_path / "out" / "optimizer.safetensors")
     for key in ("exp_avg", "exp_avg_sq"):
@@ -193,8 +211,7 @@ def test_a_part_that_never_had_a_gradient_has_moments_of_zeros(tmp_path: Path, s
 def test_parts_that_differ_are_refused(tmp_path: Path, job: Callable[[], Any], message: str) -> None:
     """One tensor cannot have two learning rates, nor two numbers of steps."""
     save_checkpoint(tmp_path / "run", "step_1", *job())
-    attention = {**MAPPING, "packed": MAPPING["packed"][:1], "rules": MAPPING["rules"][:3]}
-    options: dict[str, Any] = {"config": write_config(tmp_path / "config", CONFIG), "mapping": attention}
+    options: dict[str, Any] = {"config": write_config(tmp_path / "config", CONFIG), "mapping": ATTENTION}
     with pytest.raises(IncompatibleState, match=message):
         convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", optimizer=True, **options)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from nxd_ckpt import convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import UnsupportedState
+from tests.hugging_face.saved import write_files
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -59,9 +59,7 @@ def test_quantized_weights_are_refused(
 ) -> None:
     """The live model stays as it is, and no tag is made."""
     hub = tmp_path / "hub"
-    hub.mkdir()
-    save_file(plain() | tensors, hub / "model.safetensors", metadata={"format": "pt"})
-    (hub / "config.json").write_text(json.dumps({**SIZES, **(config or {})}))
+    write_files(hub, {**SIZES, **(config or {})}, plain() | tensors)
     for strict in (True, False):
         live = {name: tensor.clone() for name, tensor in plain().items()}
         with pytest.raises(UnsupportedState, match=text):
@@ -78,10 +76,7 @@ def test_quantized_weights_are_refused(
 
 def test_a_config_of_quantized_weights_is_refused_for_others(tmp_path: Path) -> None:
     """Sizes that are taken from another config.json do not hide that the weights are quantized."""
-    save_file(plain(), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    document = {**SIZES, "quantization_config": {"quant_method": "awq"}}
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    config = tmp_path / "config.json"
+    config = write_files(tmp_path, {**SIZES, "quantization_config": {"quant_method": "awq"}}, plain())
     with pytest.raises(UnsupportedState, match="by awq"):
         convert(tmp_path / "model.safetensors", tmp_path / "run" / "s", to="tag", names="nxd", config=config)
 
@@ -99,9 +94,7 @@ def test_quantized_weights_of_a_tag_are_not_exported(tmp_path: Path, dtype: torc
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("sections", [(), ("text_config",), ("thinker_config", "text_config")])
-def test_no_section_of_an_export_says_that_it_is_quantized(
-    tmp_path: Path, key: str, sections: tuple[str, ...]
-) -> None:
+def test_no_section_of_an_export_says_that_it_is_quantized(tmp_path: Path, key: str, sections: tuple[str, ...]) -> None:
     """What is written is plain. Everything else in those sections stays."""
     inner: dict[str, Any] = {key: {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}, "rope_theta": 1.5}
     for section in reversed(sections):

@@ -16,7 +16,7 @@ from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.low_precision import dequantized_mxfp4
 from nxd_ckpt.tag.foreign import dequantizing
 from tests.hugging_face.reference import State
-from tests.hugging_face.saved import differences, live, weights
+from tests.hugging_face.saved import differences, live, weights, write_files
 from tests.migrate.dcp_directory import from_dcp
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -47,10 +47,7 @@ def write_quantized(path: Path) -> State:
             del files[at]
             files |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
             plain[at] = convert_moe_packed_tensors(blocks, scales)
-    path.mkdir()
-    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
-    document = {**config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}
-    (path / "config.json").write_text(json.dumps(document))
+    write_files(path, {**config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}, files)
     return plain
 
 

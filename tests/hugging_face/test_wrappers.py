@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nxd_ckpt import convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import UnsupportedState
 from tests.hugging_face.reference import Job, Model, State
-from tests.hugging_face.saved import differences, live, weights, write_as_nxd, write_config
+from tests.hugging_face.saved import differences, live, weights, write_as_nxd, write_config, write_files, write_model
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -33,8 +33,7 @@ def renamed(state: State, how: str) -> State:
 def test_files_of_a_wrapped_model(tmp_path: Path, how: str) -> None:
     """Are imported and loaded under the model's names."""
     state = JOB.model.state()
-    write_config(tmp_path / "hf", JOB.model.config)
-    save_file(renamed(state, how), tmp_path / "hf" / "model.safetensors")
+    write_files(tmp_path / "hf", JOB.model.config, renamed(state, how))
     convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd", tp=2)
     convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=tmp_path / "hf")
     assert [] == differences(state, weights(tmp_path / "out"))
@@ -46,9 +45,7 @@ def test_files_of_a_wrapped_model(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize("wrapper", [torch.nn.DataParallel, torch.compile])
 def test_a_wrapped_live_model_is_loaded(tmp_path: Path, wrapper: Any) -> None:
     """From files of the plain one."""
-    state = JOB.model.state()
-    write_config(tmp_path / "hf", JOB.model.config)
-    save_file(state, tmp_path / "hf" / "model.safetensors")
+    state = write_model(tmp_path / "hf", JOB.model)
     model = live(Job(JOB.model).rank(state))
     load_checkpoint(tmp_path / "hf", model=wrapper(model))
     assert [] == differences(Job(JOB.model).rank(state), dict(model.state_dict()))
@@ -110,8 +107,7 @@ def test_a_mapping_may_have_such_names(tmp_path: Path) -> None:
 
 def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
     """Naming both."""
-    write_config(tmp_path / "hf", JOB.model.config)
     twice = {"_orig_mod.model.norm.weight": torch.ones(8), "model.norm.weight": torch.ones(8)}
-    save_file(twice, tmp_path / "hf" / "model.safetensors")
+    write_files(tmp_path / "hf", JOB.model.config, twice)
     with pytest.raises(UnsupportedState, match=r"holds both (_orig_mod\.)?model\.norm\.weight and"):
         convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd")

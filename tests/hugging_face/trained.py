@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from nxd_ckpt import Topology, convert
+from nxd_ckpt import Topology
 from tests.hugging_face.reference import Job, State
-from tests.hugging_face.saved import local_state, write_config
+from tests.hugging_face.saved import local_state, ranks_of
 from tests.interop.saving import save_as_every_rank
 
 FROZEN = "model.norm.weight"
@@ -56,8 +56,7 @@ def expected_document(job: Job) -> dict[str, Any]:
 
 def save_trained(directory: Path, job: Job, *, dp: int, zero1: bool, names: bool = True, **options: Any) -> Path:
     """The tag of the job on ``dp`` data-parallel ranks; with ZeRO-1 it has master weights."""
-    sizes = Topology(dp=dp, tp=job.tp, pp=job.pp, ep=job.ep)
-    topologies = [sizes.at(rank) for rank in range(sizes.world_size)]
+    topologies = ranks_of(job, dp)
 
     def what(rank: int) -> dict[str, Any]:
         at = topologies[rank]
@@ -68,13 +67,6 @@ def save_trained(directory: Path, job: Job, *, dp: int, zero1: bool, names: bool
 
     save_as_every_rank(directory, "step_1", topologies, what, durable=False, **options)
     return directory / "step_1"
-
-
-def export(tag: Path, out: Path, job: Job, **options: Any) -> None:
-    """With the optimizer."""
-    config = write_config(out.parent / "config", job.model.config)
-    heads: dict[str, Any] = {"kv_size_multiplier": job.copies, "hardware": job.hardware}
-    convert(tag, out, to="hf", config=config, **{**heads, "optimizer": True, **options})
 
 
 def tensors(directory: Path) -> State:
