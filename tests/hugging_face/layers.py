@@ -1,30 +1,29 @@
-"""Layers as NxD has them: cut over tensor-, pipeline- and expert-parallel ranks, with its names and attributes.
+"""Layers as NxD has them: cut over tensor-parallel ranks, with its names and attributes.
 
 Every layer starts as zeros: what it computes comes from a checkpoint.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_ckpt import Partition, Topology
-from tests.hugging_face.collectives import AllGather, Gather, ReduceScatter
 from tests.hugging_face.reference import Job
 from tests.reshard.ranks import mark
 from tests.training.model import _Copy, _groups, _Reduce, tp_groups
 
 
-def parameter(at: Topology, *shape: int, dim: int | None = None, stride: int = 1, expert: bool = False) -> nn.Parameter:
+def parameter(at: Topology, *shape: int, dim: int | None = None, stride: int = 1) -> nn.Parameter:
     """This rank's part of a parameter of the whole ``shape``, marked as NxD's layers mark it."""
     local = list(shape)
     if dim is not None:
         local[dim] //= at.tp
-    if expert:
-        local[0] //= at.ep
     held = nn.Parameter(torch.zeros(local))
-    mark(held, Partition() if dim is None else Partition(dim, stride, at.tp, expert=expert))
+    mark(held, Partition() if dim is None else Partition(dim, stride, at.tp))
     return held
 
 
@@ -34,6 +33,21 @@ def place(module: nn.Module, device: torch.device) -> None:
     module.to(device)
     for name, held in module.named_parameters():
         vars(held).update(attributes[name])
+
+
+class Gather(torch.autograd.Function):
+    """The ranks' parts of the last dimension, side by side: each rank's gradient is its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: list[list[int]], rank: int) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        ctx.parts, ctx.rank = len(groups[0]), rank
+        return xm.all_gather(value, dim=value.dim() - 1, groups=groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.parts, -1)[ctx.rank].contiguous(), None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -117,49 +131,6 @@ class GQAQKVColumnParallelLinear(nn.Module):
         return F.linear(hidden, self.weight_q), F.linear(hidden, key), F.linear(hidden, value)
 
 
-class Weight(nn.Module):
-    """A module that holds a weight, and only gives it a name."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-
-class Router(nn.Module):
-    """How much of each expert every token gets: (tokens, experts), 0 but for the two that it likes best."""
-
-    def __init__(self, at: Topology, hidden: int, experts: int) -> None:
-        super().__init__()
-        self.linear_router = Weight(parameter(at, experts, hidden))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        likes = F.linear(hidden, self.linear_router.weight).softmax(-1)
-        best = torch.where(likes >= likes.topk(2, -1).values[:, 1:], likes, 0.0)
-        return best / best.sum(-1, keepdim=True)
-
-
-class Experts(nn.Module):
-    """This rank's part of its experts, for the tokens (tokens, hidden) of all ranks that share the experts out."""
-
-    def __init__(self, at: Topology, experts: int, hidden: int, wide: int) -> None:
-        super().__init__()
-        self.at, self.groups = at, tp_groups(at)
-        self.sharing = _groups(at, lambda one: (one.pp_rank, one.tp_rank, one.expert_dp_rank))
-        gate_up = Weight(parameter(at, experts, hidden, 2 * wide, dim=2, stride=2, expert=True))
-        down = Weight(parameter(at, experts, wide, hidden, dim=1, expert=True))
-        self.mlp_op = nn.ModuleDict({"gate_up_proj": gate_up, "down_proj": down})
-
-    def forward(self, hidden: Tensor, shares: Tensor) -> Tensor:
-        """``shares`` as from :class:`Router`."""
-        hidden, shares = (AllGather.apply(_Copy.apply(one, self.groups), self.sharing) for one in (hidden, shares))
-        gate, up = torch.einsum("th,ehf->etf", hidden, self.mlp_op["gate_up_proj"].weight).chunk(2, -1)
-        each = torch.einsum("etf,efh->eth", F.silu(gate) * up, self.mlp_op["down_proj"].weight)
-        mine = shares.chunk(self.at.ep, 1)[self.at.ep_rank]
-        mixed = ReduceScatter.apply(torch.einsum("eth,te->th", each, mine), self.sharing)
-        out: Tensor = _Reduce.apply(mixed, self.groups)
-        return out
-
-
 class RMSNorm(nn.Module):
     """Of which every rank holds all."""
 
@@ -171,33 +142,22 @@ class RMSNorm(nn.Module):
         return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
-class LayerNorm(nn.Module):
-    """Of which every rank holds all."""
-
-    def __init__(self, at: Topology, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = parameter(at, width), parameter(at, width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, head_dim: int, rotated: int) -> Tensor:
-    """Causal attention of (batch, length, heads * head_dim), with rotary positions of the first ``rotated`` elements.
+def attend(query: Tensor, key: Tensor, value: Tensor, head_dim: int) -> Tensor:
+    """Causal attention of (batch, length, heads * head_dim), with rotary positions.
 
     Neighbouring query heads share a key-value head, where there are more of them.
     """
     query, key, value = (one.unflatten(2, (-1, head_dim)).transpose(1, 2) for one in (query, key, value))
     sharing = query.shape[1] // key.shape[1]
-    key, value = (one.repeat_interleave(sharing, 1) for one in (_rotate(key, rotated), value))
-    mixed = F.scaled_dot_product_attention(_rotate(query, rotated), key, value, is_causal=True)
+    key, value = (one.repeat_interleave(sharing, 1) for one in (_rotate(key), value))
+    mixed = F.scaled_dot_product_attention(_rotate(query), key, value, is_causal=True)
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _rotate(heads: Tensor, rotated: int) -> Tensor:
+def _rotate(heads: Tensor) -> Tensor:
+    rotated = heads.shape[-1]
     frequencies = 10000.0 ** (-torch.arange(0, rotated, 2).float() / rotated)
     angles = torch.outer(torch.arange(heads.shape[2]).float(), frequencies)
     cosine, sine = angles.cos().to(heads.device), angles.sin().to(heads.device)
-    first, second = heads[..., :rotated].chunk(2, -1)
-    turned = [first * cosine - second * sine, second * cosine + first * sine]
-    return torch.cat([*turned, heads[..., rotated:]], -1)
+    first, second = heads.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)

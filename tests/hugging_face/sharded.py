@@ -1,4 +1,4 @@
-"""Live models as NxD trains them, cut for any sizes: Llama (Mistral is one too), Mixtral and GPT-NeoX.
+"""Live Llamas as NxD trains them, cut for any sizes.
 
 Names are NxD's, sizes those of a :class:`~tests.hugging_face.reference.Job`. A pipeline stage holds its own layers
 only.
@@ -6,67 +6,45 @@ only.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_ckpt import Topology
-from tests.hugging_face.collectives import through_stages
 from tests.hugging_face.layers import (
     ColumnParallelLinear,
-    Experts,
     GQAQKVColumnParallelLinear,
-    LayerNorm,
     OutputLayer,
     ParallelEmbedding,
     RMSNorm,
-    Router,
     RowParallelLinear,
     attend,
 )
 from tests.hugging_face.reference import Job
 
-LLAMA_NAMES = ("model", "embed_tokens", "norm", "lm_head")
-NEOX_NAMES = ("gpt_neox", "embed_in", "final_layer_norm", "embed_out")
-
 
 class CausalLM(nn.Module):
-    """Tokens (batch, length) to logits (batch, length, vocabulary), on the last stage."""
+    """Tokens (batch, length) to logits (batch, length, vocabulary), where there is one stage."""
 
     def __init__(self, job: Job, at: Topology) -> None:
         super().__init__()
-        neox = job.model.family == "gpt_neox"
-        layer, norm = (NeoXLayer, LayerNorm) if neox else (LlamaLayer, RMSNorm)
-        self.at, self.width = at, job.model.hidden
-        self.body, embed, last, self.head = NEOX_NAMES if neox else LLAMA_NAMES
-        self.embed, self.norm = f"{self.body}.{embed}", f"{self.body}.{last}"
         mine = [number for number in range(job.model.layers) if job.stage(f".layers.{number}.") == at.pp_rank]
-        body = nn.ModuleDict({"layers": nn.ModuleDict({str(number): layer(job, at) for number in mine})})
+        self.model = nn.ModuleDict({"layers": nn.ModuleDict({str(number): LlamaLayer(job, at) for number in mine})})
         if at.pp_rank == 0:
-            body[embed] = ParallelEmbedding(at, job.model.vocab, self.width)
+            self.model["embed_tokens"] = ParallelEmbedding(at, job.model.vocab, job.model.hidden)
         if at.pp_rank == at.pp - 1:
-            body[last] = norm(at, self.width)
-            self.add_module(self.head, OutputLayer(at, self.width, job.model.vocab))
-        self.add_module(self.body, body)
+            self.model["norm"] = RMSNorm(at, job.model.hidden)
+            self.lm_head = OutputLayer(at, job.model.hidden, job.model.vocab)
 
     def tie(self) -> None:
-        """The head is the embedding; again after a move, which unties them on XLA. For one stage."""
-        self.get_submodule(self.head).weight = self.get_submodule(self.embed).weight
+        """The head is the embedding; again after a move, which unties them on XLA."""
+        self.lm_head.weight = self.get_parameter("model.embed_tokens.weight")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        start = torch.zeros(*tokens.shape, self.width, device=tokens.device, requires_grad=True)
-        hidden = through_stages(self.at, start, lambda hidden: self._stage(tokens, hidden))
-        if self.at.pp_rank < self.at.pp - 1:
-            return hidden
-        logits: Tensor = self.get_submodule(self.head)(self.get_submodule(self.norm)(hidden))
-        return logits
-
-    def _stage(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        if self.at.pp_rank == 0:
-            hidden = self.get_submodule(self.embed)(tokens)
-        for layer in self.get_submodule(f"{self.body}.layers").children():
+        hidden = self.get_submodule("model.embed_tokens")(tokens)
+        for layer in self.get_submodule("model.layers").children():
             hidden = layer(hidden)
-        return hidden
+        logits: Tensor = self.lm_head(self.get_submodule("model.norm")(hidden))
+        return logits
 
 
 class LlamaLayer(nn.Module):
@@ -75,7 +53,7 @@ class LlamaLayer(nn.Module):
         self.input_layernorm = RMSNorm(at, job.model.hidden)
         self.self_attn = LlamaAttention(job, at)
         self.post_attention_layernorm = RMSNorm(at, job.model.hidden)
-        self.mlp = (MixtureOfExperts if job.model.family == "mixtral" else LlamaMLP)(job, at)
+        self.mlp = LlamaMLP(job, at)
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden))
@@ -108,7 +86,7 @@ class LlamaAttention(nn.Module):
             query, key, value = self.qkv_proj(hidden).chunk(3, -1)
         else:
             query, key, value = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
-        out: Tensor = self.o_proj(attend(query, key, value, self.head_dim, self.head_dim))
+        out: Tensor = self.o_proj(attend(query, key, value, self.head_dim))
         return out
 
 
@@ -121,60 +99,4 @@ class LlamaMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(hidden).chunk(2, -1)
         out: Tensor = self.down_proj(F.silu(gate) * up)
-        return out
-
-
-class MixtureOfExperts(nn.Module):
-    def __init__(self, job: Job, at: Topology) -> None:
-        super().__init__()
-        self.router = Router(at, job.model.hidden, job.model.experts)
-        self.expert_mlps = Experts(at, job.model.experts, job.model.hidden, job.model.intermediate)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        tokens = hidden.flatten(0, 1)
-        out: Tensor = self.expert_mlps(tokens, self.router(tokens))
-        return out.view_as(hidden)
-
-
-class NeoXLayer(nn.Module):
-    """Attention and MLP side by side."""
-
-    def __init__(self, job: Job, at: Topology) -> None:
-        super().__init__()
-        width = job.model.hidden
-        self.input_layernorm, self.post_attention_layernorm = LayerNorm(at, width), LayerNorm(at, width)
-        self.attention = NeoXAttention(job, at)
-        self.mlp = NeoXMLP(job, at)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        attended = self.attention(self.input_layernorm(hidden))
-        out: Tensor = hidden + attended + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-
-class NeoXMLP(nn.Module):
-    def __init__(self, job: Job, at: Topology) -> None:
-        super().__init__()
-        self.dense_h_to_4h = ColumnParallelLinear(at, job.model.hidden, job.model.intermediate, bias=True)
-        self.dense_4h_to_h = RowParallelLinear(at, job.model.intermediate, job.model.hidden, bias=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(hidden)))
-        return out
-
-
-class NeoXAttention(nn.Module):
-    """q, k and v of each head lie together; a quarter of each head is rotated."""
-
-    def __init__(self, job: Job, at: Topology) -> None:
-        super().__init__()
-        width = job.model.hidden
-        self.head_dim = job.model.head_dim
-        self.query_key_value = ColumnParallelLinear(at, width, 3 * width, bias=True)
-        self.dense = RowParallelLinear(at, width, width, bias=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        heads = self.query_key_value(hidden).unflatten(2, (-1, 3 * self.head_dim))
-        query, key, value = (one.flatten(2) for one in heads.chunk(3, -1))
-        out: Tensor = self.dense(attend(query, key, value, self.head_dim, self.head_dim // 4))
         return out

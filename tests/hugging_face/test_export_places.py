@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-import torch
 from safetensors.torch import load
 
-import nxd_ckpt
 from nxd_ckpt import convert
 from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.output.locations import Location
@@ -26,7 +21,6 @@ from tests.support.processes import run_ranks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-ROOT = Path(__file__).parents[2]
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 
 MEMBER = """
@@ -38,18 +32,6 @@ done = convert(
     timeout=600,
 )
 print(len(done.files))
-"""
-
-GROWTH = """
-import resource, sys, torch
-from nxd_ckpt import convert
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-before = peak()
-convert(sys.argv[1], sys.argv[2], to="hf", config=sys.argv[3], size_per_shard="64MiB")
-print(peak() - before)
 """
 
 
@@ -107,22 +89,3 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     counts = [int(one.stdout.split()[-1]) for one in ended]  # gloo prints too
     assert counts == [len(list((tmp_path / "out").glob("*.safetensors"))) + 1] * 2  # and config.json
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
-
-
-@pytest.mark.soak
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """A model of 512 MiB needs a fraction of that, transposed experts included."""
-    model = Model("mixtral", layers=1, heads=8, kv_heads=8, head_dim=64, intermediate=16384, vocab=1024, experts=4)
-    job = Job(model, tp=1)
-    state = {name: torch.ones(tensor.shape) for name, tensor in model.state().items()}
-    nxd_ckpt.save_checkpoint(str(tmp_path / "run"), "step_1", job.rank(state), durable=False)
-    nxd_ckpt.close_checkpointers()
-    config = write_config(tmp_path / "config", model.config)
-    arguments = [str(tmp_path / "run" / "step_1"), str(tmp_path / "out"), str(config)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    grown = subprocess.run(
-        [sys.executable, "-c", GROWTH, *arguments], env=environment, check=True, capture_output=True, text=True
-    )
-    size = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
-    assert size > 380 * 2**20
-    assert int(grown.stdout) < 2 * 80 * 2**20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import signal
 import threading
 import time
@@ -24,7 +23,6 @@ from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
 from tests.protocol.job import Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
-from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -297,25 +295,3 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert ["on the main thread, or give a function" in error for error in errors] == [True]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(nproc=WORLD) as pool:
-        yield pool
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10))
-def test_signals_at_any_instant(ranks: RankPool, tmp_path: Path, seed: int) -> None:
-    """A hundred times one rank or several, of ranks in step and not, from the first call on: one tag of one step."""
-    chance = random.Random(seed)
-    for number in range(100):
-        path = tmp_path / str(number)
-        path.mkdir()
-        run = ranks.start(train, path, chance.random() < 0.5)
-        until(lambda path=path: ready(path))  # type: ignore[misc]
-        time.sleep(chance.choice([0, 0.02, 0.2, 1]) * chance.random())
-        for rank in chance.sample(range(WORLD), chance.choice([1, 1, 1, 2, WORLD])):
-            os.kill(ranks.pids[rank], signal.SIGTERM)
-        one_tag_of_one_step(path, [step for step, _ in run.result()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging.handlers
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import time
@@ -26,6 +25,7 @@ from tests.protocol.job import Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
+
 
 class Numbers(Dataset[int]):
     def __init__(self, count: int) -> None:
@@ -142,9 +142,7 @@ def test_a_signal_for_the_group_stops_at_a_saved_step(tmp_path: Path, method: st
 @pytest.mark.one_in(4)
 def test_workers_that_persist_are_shielded(tmp_path: Path, number: signal.Signals, each: bool) -> None:
     """Whichever signal it is, with torchdata's loader, on two ranks; and where all processes are signalled singly."""
-    stop_at_one_step(
-        tmp_path, 2, {"kind": StatefulDataLoader, "persistent_workers": True, "number": number}, each=each
-    )
+    stop_at_one_step(tmp_path, 2, {"kind": StatefulDataLoader, "persistent_workers": True, "number": number}, each=each)
 
 
 def warnings_about_early(rank: int, path: Path) -> list[str]:
@@ -237,15 +235,3 @@ def ends_of_others(rank: int, path: Path, method: str) -> list[Any]:
 def test_only_workers_are_shielded(tmp_path: Path, method: str) -> None:
     """Programs that they start end by SIGTERM, and so do other processes."""
     assert [[-signal.SIGTERM] * 2] == Job(1, ends_of_others, tmp_path, method).values()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20))
-def test_groups_with_workers_at_any_instant(tmp_path: Path, seed: int) -> None:
-    """Four ranks, each with workers that persist or not, fifty times: one tag of one step, and no worker left."""
-    chance = random.Random(seed)
-    for number in range(50):
-        path = tmp_path / str(number)
-        path.mkdir()
-        options = {"persistent_workers": chance.random() < 0.5, "kind": chance.choice([DataLoader, StatefulDataLoader])}
-        stop_at_one_step(path, 4, options, wait=0.3 * chance.random(), each=chance.random() < 0.3)
