@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import OptimizerMismatch
-from tests.support.rank_pool import RankPool
-from tests.training.imitations import Chained, ChainedInList, NoOptimizer
+from tests.training.imitations import Chained, ChainedInList
 from tests.training.registry import Inner, step
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -72,32 +68,3 @@ def test_another_form_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(OptimizerMismatch, match="live Chained"):
         load_checkpoint(tmp_path, "torch", model, optimizer)
     close_checkpointers()
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local()
-    return local
-
-
-def _saved_and_loaded(rank: int, directory: Path) -> list[bool]:
-    """Whether the next step on a mesh is that of the run that saved."""
-    equal = []
-    for kind in (Chained, NoOptimizer):
-        runs = []
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            model = Inner(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6))
-            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-            runs.append((model, kind(model.parameters())))
-        _stepped(*runs[0], seed=5)
-        with Checkpointer(directory / kind.__name__) as checkpointer:
-            checkpointer.save(1, *runs[0])
-            checkpointer.load(1, *runs[1])
-        expected, actual = ([_local(one) for one in _stepped(*run, seed=6)] for run in runs)
-        equal.append(all(map(torch.equal, expected, actual)))
-    return equal
-
-
-def test_its_dtensors_are_cut_and_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """FSDP2 on four ranks, with uneven shards; the loading optimizer has no state yet."""
-    assert [[True, True]] * 4 == gloo_ranks.run(_saved_and_loaded, tmp_path)

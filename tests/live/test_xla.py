@@ -194,20 +194,6 @@ def test_step_lies_where_the_optimizer_keeps_it():
             assert {kind} == {entries["step"].device.type for entries in state.values()}
 
 
-def test_plain_optimizers_resume_on_the_device():
-    """A plain optimizer's moments are made on the parameter's device."""
-    net = _model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    _train(net, optimizer, 2)
-    trees = _capture(net, optimizer)
-    fresh = _model()
-    other = torch.optim.AdamW(fresh.parameters(), lr=0.1)
-    _load(fresh, other, trees)
-    _train(net, optimizer, 2)
-    _train(fresh, other, 2)
-    assert plain(_capture(net, optimizer)) == plain(_capture(fresh, other))
-
-
 def test_steps_that_lie_on_the_device_come_back_there(tmp_path):
     """Also into an optimizer without state: what is on its way to the device is not taken for a number."""
     net = _model()
