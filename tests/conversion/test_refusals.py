@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,7 @@ def foreign(golden: Path, tmp_path: Path) -> Path:
     return shutil.copytree(saved(golden, "a_dp2_zero1_pt").directory / "step_3", tmp_path / "input" / "step_3")
 
 
-def refused(
-    error: type[Exception], complaint: str, source: Path, target: Path, **options: Any
-) -> None:
+def refused(error: type[Exception], complaint: str, source: Path, target: Path, **options: Any) -> None:
     """Verify that the conversion raises this, and leaves neither a change nor a trace."""
     options = options or {"optimizer_form": "zero1", "dp": 3}
     existed, before = target.exists(), contents(source)
@@ -105,30 +102,13 @@ def _unsharded_by_nxd(step: Path, offsets: bool) -> dict[str, Any]:
     return full if offsets else {key: value for key, value in full.items() if not key.startswith("ep_")}
 
 
-def _input(source: Path) -> Path:
-    return source
-
-
-def _inside(source: Path) -> Path:
-    return source / "converted"
-
-
-def _around(source: Path) -> Path:
-    return source.parent
-
-
-def _linked(source: Path) -> Path:
-    link = source.parent.parent / "link"
-    link.symlink_to(source.parent)
-    return link / source.name
-
-
-@pytest.mark.parametrize("output", [_input, _inside, _around, _linked])
-def test_an_output_that_touches_the_input(tmp_path: Path, output: Callable[[Path], Path]) -> None:
+@pytest.mark.parametrize("output", ["input/step_3", "input/step_3/converted", "input", "link/step_3"])
+def test_an_output_that_touches_the_input(tmp_path: Path, output: str) -> None:
     """The same directory, one inside the other, or the same by a symbolic link, also with ``overwrite``."""
     source = save_example(tmp_path / "input", 2)
+    (tmp_path / "link").symlink_to(tmp_path / "input")
     options = {"optimizer_form": "zero1_full", "overwrite": True}
-    refused(InvalidArgument, "one is inside the other", source, output(source), **options)
+    refused(InvalidArgument, "one is inside the other", source, tmp_path / output, **options)
 
 
 def test_an_output_that_exists_is_replaced_on_request_only(tmp_path: Path) -> None:

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import contents, model, optimizers, plainly, save_example, sharded, whole
-from tests.reshard.ranks import fresh, load_rank, save_job
-from tests.reshard.transformer import layout_of, weights_of
-from tests.reshard.whole import expected
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -41,28 +37,6 @@ def test_shards_are_those_of_the_new_size(
     cut = [sharded(whole(), new_dp, rank) for rank in range(new_dp)]
     assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "new")))
     assert before == contents(tmp_path / "step_3")
-
-
-@pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])
-@pytest.mark.parametrize(
-    ("on", "to"), [("dp2tp2", "dp3tp2"), ("dp3pp2", "dp2pp2"), ("dp4ep2", "dp2ep2"), ("dp4ep2tp2", "dp6ep2tp2")]
-)
-@pytest.mark.one_in(3)
-def test_a_training_job_goes_on(tmp_path: Path, on: str, to: str, use_xser: bool) -> None:
-    """Live optimizers load the result as their own: tensor-parallel, staged, and experts apart from the rest."""
-    weights = weights_of(torch.bfloat16, experts="ep" in on)
-    saved, live = layout_of(on, weights), layout_of(to, weights)
-    save_job(tmp_path, weights, saved, use_xser=use_xser)
-
-    convert(tmp_path / "step_1", tmp_path / "full", to="tag", optimizer_form="zero1_full", durable=False)
-    result = tmp_path / "result" / "step_1"
-    convert(tmp_path / "full", result, to="tag", optimizer_form="zero1", dp=live.topology.dp, durable=False)
-
-    assert () == verify_checkpoint(result.parent, "step_1").problems
-    for at in live.ranks:
-        rank = fresh(weights, live, at)
-        assert {"saved": 1} == load_rank(result.parent, rank)
-        assert None is difference(expected(weights, live, at), rank.held())
 
 
 def test_the_result_is_a_tag_as_if_saved(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.nxd_tag import NxdTag, TagLayout
+from nxd_ckpt.tag.nxd_tag import TagLayout
 from nxd_ckpt.tag.verify import lost_files, lost_names
 from tests.tag.equality import difference
 from tests.tag.layouts import open_tag
@@ -49,9 +49,7 @@ def ranks(directory: Path, config: dict[str, Any], tag: str) -> Iterator[tuple[C
     for rank in config["rank_coords"]:
         name = f"rank_{rank['rank']:04d}.pt"
         tagged = directory / "expected" / f"{tag}.{name}"
-        expected = torch.load(
-            tagged if tagged.exists() else directory / "expected" / name, weights_only=False
-        )
+        expected = torch.load(tagged if tagged.exists() else directory / "expected" / name, weights_only=False)
         yield Coordinates(rank["pp"], rank["dp"], rank["tp"]), expected
 
 
@@ -126,20 +124,6 @@ def test_dcp_optimizers_name_their_parameters(golden: Path) -> None:
     [names] = config["optimizer_param_names_rank0"]
     assert names == tag.optimizer_names(Coordinates())
     assert tag.optimizer_tree(Coordinates()) == tag.optimizer_tree(Coordinates(), names)
-
-
-@pytest.mark.parametrize(("form", "source"), [("pt", "a_dp2_zero1_pt"), ("xser", "b_dp2_zero1_xser")])
-def test_the_converters_full_files(golden: Path, form: str, source: str) -> None:
-    """Full files, xser with an empty ``.tensors`` or not, hold the shards joined, without padding."""
-    full = open_tag(LocalStorage(golden / "k_convert" / form), "full")
-    assert isinstance(full, NxdTag)
-    joined = whole(full, full.optimizer_tree(Coordinates()))
-    sharded = open_tag(LocalStorage(golden / source / "ckpt"), "step_3")
-    shards = [whole(sharded, sharded.optimizer_tree(Coordinates(dp_rank=rank))) for rank in range(2)]
-    assert difference(shards[0]["shape_info"], joined["shape_info"]) is None
-    for index, shape in joined["shape_info"].items():
-        rows = torch.cat([shard["base_state"][index]["exp_avg"] for shard in shards])[: shape[0]]
-        assert difference(rows, joined["base_state"][index]["exp_avg"]) is None
 
 
 @pytest.mark.parametrize("form", ["pt", "xser"])
