@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_chec
 from nxd_ckpt.errors import CheckpointError
 from tests.bad_input.live import Net, files_below, jobs
 from tests.bad_input.refused import Settings
+from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -191,13 +190,9 @@ def asking(rank: int, directory: str) -> list[str]:
     model = {"w": torch.ones(1)}
     save_checkpoint(directory, "one", model, durable=False)
     close_checkpointers()
-    handler = logging.handlers.BufferingHandler(9)
-    logging.getLogger("nxd_ckpt").addHandler(handler)
-    try:
+    with logged() as messages:
         load_checkpoint(directory, "one", model if rank == 0 else None)
-    finally:
-        logging.getLogger("nxd_ckpt").removeHandler(handler)
-    return [record.getMessage() for record in handler.buffer if record.levelno == logging.WARNING]
+    return messages
 
 
 def test_a_rank_that_asks_for_less_is_named(pair: RankPool, tmp_path: Path) -> None:

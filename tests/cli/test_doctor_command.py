@@ -11,6 +11,7 @@ import torch
 
 from nxd_ckpt import save_checkpoint
 from nxd_ckpt.cli.main import main
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -96,9 +97,7 @@ def test_a_damaged_tag_is_named_once(run: Path, tmp_path: Path, capsys: pytest.C
     """Nothing of it is called read and verified; the next step is named."""
     shutil.copytree(run / "step_1", tmp_path / "step_1")
     [file] = (tmp_path / "step_1" / "model").iterdir()
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(file)
     assert 1 == main(["doctor", str(tmp_path)])
     out = capsys.readouterr().out
     assert f"problem: {tmp_path}/step_1: model/{file.name}" in out

@@ -38,10 +38,6 @@ copy_checkpoint(sys.argv[1], sys.argv[2], num_workers=1)
 """
 
 
-def flip_middle(path: Path) -> None:
-    flip(path, path.stat().st_size // 2)
-
-
 def shard(tag: Path, rank: int) -> Path:
     return tag / f"optim/dp_rank_{rank:02d}_tp_rank_00_pp_rank_00.pt"
 
@@ -116,7 +112,7 @@ def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
     source, output = save_example(tmp_path / "input", 2), tmp_path / "output"
     run_program(KILLED, source, output / "copy", "rename", "*copies*")
     left = output / ".nxd_ckpt" / "copies" / "copy"
-    flip_middle(shard(left, 0))
+    flip(shard(left, 0))
     (left / "model" / "other").write_bytes(b"of another tag")
 
     assert 1 == copy_checkpoint(source, output / "copy").copied
@@ -126,7 +122,7 @@ def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
 def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:
     """The file is named, and nothing becomes visible."""
     source = save_example(tmp_path / "input", 2)
-    flip_middle(shard(source, 1))
+    flip(shard(source, 1))
     with pytest.raises(DigestMismatch, match="dp_rank_01"):
         copy_checkpoint(source, tmp_path / "output" / "copy")
     assert not has_checkpoint(tmp_path / "output")
@@ -184,10 +180,10 @@ def test_hard_links_take_no_space(tmp_path: Path) -> None:
     copied = copy_checkpoint(source, tmp_path / "output" / "copy", hard_links=True)
     assert (copied.files, 0) == (copied.linked, copied.copied_nbytes)
     assert shard(source, 0).samefile(shard(tmp_path / "output" / "copy", 0))
-    flip_middle(shard(source, 0))
+    flip(shard(source, 0))
     with pytest.raises(DigestMismatch, match="dp_rank_00"):
         copy_checkpoint(source, tmp_path / "output" / "second", hard_links=True)
-    flip_middle(shard(source, 0))
+    flip(shard(source, 0))
     (source / "manifest.json").unlink()
     shutil.rmtree(source / "index")
     assert 0 == copy_checkpoint(source, tmp_path / "output" / "third", hard_links=True).linked

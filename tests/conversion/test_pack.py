@@ -33,6 +33,7 @@ from tests.conversion.tags import contents, model, optimizers, plainly, save_exa
 from tests.golden.checkpoints import saved
 from tests.hugging_face.saved import differences, write_config
 from tests.migrate.layouts import PLAIN, untrained
+from tests.support.damage import flip
 from tests.tag.equality import difference
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -117,10 +118,7 @@ def test_damage_is_found_before_the_archive_appears(tmp_path: Path) -> None:
     """What was there stays; what was begun is gone."""
     tag = save_example(tmp_path, 2)
     (tmp_path / "out.tar").write_bytes(b"before")
-    victim = tag / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
-    data = bytearray(victim.read_bytes())
-    data[len(data) // 2] ^= 1
-    victim.write_bytes(data)
+    flip(tag / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt")
     with pytest.raises(DigestMismatch, match="dp_rank_01"):
         convert(tag, tmp_path / "out.tar", to="tar", overwrite=True)
     assert b"before" == (tmp_path / "out.tar").read_bytes()

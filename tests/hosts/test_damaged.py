@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, state, tier
 from tests.protocol.job import Job
+from tests.support.damage import flip
+from tests.support.logged import logged
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -24,39 +25,21 @@ def saved(rank: int, path: Path) -> None:
         saver.save("step_1", state(1, rank), user_content={"step": 1})
 
 
-class Said(logging.Handler):
-    """What the package's log says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        logging.getLogger("nxd_ckpt").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.words.append(record.getMessage())
-
-
 def load_and_drain(rank: int, path: Path) -> tuple[Any, list[str]]:
     """What becomes of a load, and of the copy to the lower tier of the next launch; what was said of it."""
-    said, model = Said(), dict[str, Any]()
-    try:
-        with Checkpointer(tiers=[tier(path, rank, replicas=2)], topology=of(rank), timeout=TIMEOUT) as loader:
-            content = loader.load(model=model)
-    except CheckpointError as error:
-        return str(error), said.words
-    assert all(value.equal(model[name]) for name, value in state(1, rank).items())
-    tiers = [tier(path, rank, replicas=2), Tier(path / "far")]
-    with Checkpointer(tiers=tiers, topology=of(rank), timeout=TIMEOUT) as launch:
-        launch.remove("of no name")
-        launch.wait(tier=1)
-    return content, said.words
-
-
-def damage(file: Path) -> None:
-    """One bit."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    model: dict[str, Any] = {}
+    with logged() as messages:
+        try:
+            with Checkpointer(tiers=[tier(path, rank, replicas=2)], topology=of(rank), timeout=TIMEOUT) as loader:
+                content = loader.load(model=model)
+        except CheckpointError as error:
+            return str(error), messages
+        assert all(value.equal(model[name]) for name, value in state(1, rank).items())
+        tiers = [tier(path, rank, replicas=2), Tier(path / "far")]
+        with Checkpointer(tiers=tiers, topology=of(rank), timeout=TIMEOUT) as launch:
+            launch.remove("of no name")
+            launch.wait(tier=1)
+    return content, messages
 
 
 def test_the_other_copy_is_read(tmp_path: Path) -> None:
@@ -66,7 +49,7 @@ def test_the_other_copy_is_read(tmp_path: Path) -> None:
     index = next((hosts[3] / "step_1").rglob("*tp_rank_03*.json"))
     damaged = [hosts[1] / MODEL.format(1), hosts[0] / MODEL.format(3), hosts[0] / MODEL.format(0), index]
     for file in damaged:
-        damage(file)
+        flip(file)
     (hosts[2] / "step_1" / "manifest.json").write_bytes(b"{")
     outcomes = Job(RANKS, load_and_drain, tmp_path, group=True).values()
     assert RANKS * [{"step": 1}] == [content for content, _ in outcomes]
@@ -80,6 +63,6 @@ def test_where_no_copy_is_good_the_file_is_named(tmp_path: Path) -> None:
     """On all ranks, as ever."""
     Job(RANKS, saved, tmp_path, group=True).values()
     for rank in (2, 3):
-        damage(host_of(tmp_path, rank) / MODEL.format(2))
+        flip(host_of(tmp_path, rank) / MODEL.format(2))
     for error, _ in Job(RANKS, load_and_drain, tmp_path, group=True).values():
         assert MODEL.format(2).rpartition("/")[2] in error

@@ -33,6 +33,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
 from tests.integrations.transformers_run import Background, Quick, Tiny, TinyConfig, losses, trained, weights
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -85,15 +86,9 @@ def test_a_checkpoint_loads_its_model_and_optimizer(saved: Path) -> None:
         for name, value in expected.state_dict().items():
             assert torch.equal(value, model.state_dict()[name])
         assert [entries["step"].item() for entries in optimizer.state_dict()["state"].values()] == [2] * 4
-    flip(saved / "model.safetensors")
+    flip(saved / "model.safetensors", -1)
     with pytest.raises(DigestMismatch, match=r"model\.safetensors"):
         load_checkpoint(saved.parent, saved.name, model=Tiny(TinyConfig()))
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.fixture
@@ -121,9 +116,7 @@ def adding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return Adding
 
 
-def test_what_a_callback_adds_to_a_checkpoint_stays(
-    tmp_path: Path, whole: Any, adding: Callable[[str], Any]
-) -> None:
+def test_what_a_callback_adds_to_a_checkpoint_stays(tmp_path: Path, whole: Any, adding: Callable[[str], Any]) -> None:
     """Before it is visible, and later. It has no digest, and a resume does not mind it."""
     trained(tmp_path, kind=Background, callbacks=[adding("metrics/of.json")])
     for step in (2, 4):
@@ -211,14 +204,11 @@ def test_another_world_size_is_refused(saved: Path, tmp_path: Path) -> None:
 
 def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
     """Hugging Face's too: one that has changed, or is gone."""
-    weights_file = saved / "model.safetensors"
-    data = bytearray(weights_file.read_bytes())
-    data[-1] ^= 1
-    weights_file.write_bytes(data)
+    flip(saved / "model.safetensors", -1)
     with pytest.raises(DigestMismatch, match=r"model\.safetensors"):
         trained(tmp_path, resume=str(saved))
     (saved / "rng_state.pth").unlink()
-    weights_file.unlink()
+    (saved / "model.safetensors").unlink()
     with pytest.raises(PartNotFound, match=r"rng_state\.pth is missing|model\.safetensors is missing"):
         trained(tmp_path, resume=str(saved))
 

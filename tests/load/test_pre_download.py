@@ -17,6 +17,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -99,9 +100,7 @@ def test_a_damaged_copy_is_refused_once(tmp_path: Path) -> None:
     store, work = as_store(tmp_path / "run"), tmp_path / "work"
     load(store, pre_download=True, work_dir=work)
     [copy] = work.rglob("files/one/model/*.pt")
-    data = bytearray(copy.read_bytes())
-    data[len(data) // 2] ^= 1
-    copy.write_bytes(data)
+    flip(copy)
 
     state = model(7.0)
     with pytest.raises(DigestMismatch, match=r"tensor 'model/large'.*load again to download them"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,10 @@ from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.errors import CheckpointError, RanksDisagree
+from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 class Net(torch.nn.Module):
@@ -57,19 +48,14 @@ def warnings_of(rank: int, directory: Path, what: str) -> list[str]:
         model.linear.bias.data.add_(1)
     if rank == 2 and what == "rate":
         optimizer.param_groups[0]["lr"] = 0.2
-    kept = _Kept()
-    logging.getLogger("nxd_ckpt").addHandler(kept)
-    try:
-        with Checkpointer(directory / what.replace(" ", "-")) as checkpointer:
-            for step in range(2):
-                checkpointer.save(f"step_{step}", model, optimizer)
-            try:
-                checkpointer.check_replicas(model, optimizer)
-            except RanksDisagree as error:
-                kept.messages.append(f"check: {error}")
-    finally:
-        logging.getLogger("nxd_ckpt").removeHandler(kept)
-    return [message for message in kept.messages if "count as replicas" in message]
+    with logged() as messages, Checkpointer(directory / what.replace(" ", "-")) as checkpointer:
+        for step in range(2):
+            checkpointer.save(f"step_{step}", model, optimizer)
+        try:
+            checkpointer.check_replicas(model, optimizer)
+        except RanksDisagree as error:
+            messages.append(f"check: {error}")
+    return [message for message in messages if "count as replicas" in message]
 
 
 @pytest.mark.parametrize(

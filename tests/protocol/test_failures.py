@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -18,7 +18,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nxd_ckpt.coordination.control_files import JOURNAL
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.staging import Stager
@@ -29,6 +28,7 @@ from nxd_ckpt.storage.local_files import LocalWriter
 from nxd_ckpt.testing.storage import Operation, failing, killing
 from tests.protocol.job import Died, Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
+from tests.support.logged import logged
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -36,13 +36,9 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 # What fails of the second save on any rank, and on which keys; tests/simulation lets any call fail.
 OWN_PART = [("write_at", "*-2/model/*"), ("write", "*-2/rank_*.vote.json"), ("sync_dir", ".nxd_ckpt/votes/*-2")]
-# What rank 0 does alone.
-COMMIT = [("close", "*-2/done"), ("sync_dir", "")]
 
 
-def three_saves(
-    rank: int, path: Path, failing_rank: int, name: str, pattern: str, tag: str = "second", third: bool = True
-) -> Any:
+def three_saves(rank: int, path: Path, failing_rank: int, name: str, pattern: str, third: bool = True) -> Any:
     """Three saves, the second of which fails on ``failing_rank``; what it raised here."""
     armed = False
 
@@ -56,7 +52,7 @@ def three_saves(
     armed = True
     if "vote" in pattern or "verdict" in pattern:
         lose_patience(saver)
-    outcome = outcome_of(lambda: save(saver, tag, 2))
+    outcome = outcome_of(lambda: save(saver, "second", 2))
     lose_patience(saver, PATIENCE)
     armed = False
     if third:
@@ -93,46 +89,6 @@ def test_a_vote_that_is_seen_counts_even_if_its_sync_fails(tmp_path: Path, faili
     assert [type(None) if visible else SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
 
 
-@pytest.mark.parametrize(("name", "pattern"), COMMIT, ids=lambda value: value.replace("/", "|") or "root")
-def test_failed_commit_fails_the_save_on_all(tmp_path: Path, name: str, pattern: str) -> None:
-    """What rank 0 cannot complete, rename or make durable is visible to no one; not even the parent's sync may fail."""
-    outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, group=True).values()
-    assert [SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
-    for outcome in outcomes:
-        assert "No space left" in str(outcome)
-    assert ["first", "third"] == visible_tags(tmp_path)
-    assert (1, 3) == (saved_value(tmp_path, "first", 2), saved_value(tmp_path, None, 2))
-
-
-@pytest.mark.parametrize(("name", "pattern"), [("swap", "* <-> first"), ("sync_dir", ".nxd_ckpt")])
-def test_failed_overwrite_leaves_the_old_tag_in_place(tmp_path: Path, name: str, pattern: str) -> None:
-    """A swap that fails half-way is undone at once: the job lives on, and so does the old tag."""
-    outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, "first", group=True).values()
-    assert [SaveFailed] * 2 == [type(outcome) for outcome in outcomes]
-    assert ["first", "third"] == visible_tags(tmp_path)
-    assert (1, 3) == (saved_value(tmp_path, "first", 2), saved_value(tmp_path, "third", 2))
-
-
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_the_old_tag_stays_where_the_new_one_was_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
-) -> None:
-    """A job that slept was taken for dead, and another one cleaned up. Then it goes on and replaces its tag."""
-    if not exchanges:
-        monkeypatch.setattr(local, "exchange", lambda one, other: False)
-
-    def clean_up(operation: Operation) -> None:
-        if (operation.name, operation.key) == ("write", JOURNAL):
-            shutil.rmtree(tmp_path / ".nxd_ckpt" / "staging")
-
-    with checkpointer(tmp_path, 0, 1, clean_up) as saver:
-        save(saver, "t", 1)
-        with pytest.raises(SaveFailed, match="No such file"):
-            save(saver, "t", 2, overwrite=True)
-        assert 1 == saved_value(tmp_path, "t", 1)
-    assert ["t"] == visible_tags(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [("list", ".nxd_ckpt/staging"), ("write", "*-2/verdict/verdict.json")],
@@ -140,7 +96,7 @@ def test_the_old_tag_stays_where_the_new_one_was_removed(
 )
 def test_failures_after_publication_do_not_deny_it(tmp_path: Path, name: str, pattern: str) -> None:
     """Once a tag is visible no rank says that its save failed, nor that it does not know: the tag tells."""
-    outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, "second", False, group=True).values()
+    outcomes = Job(2, three_saves, tmp_path, 0, name, pattern, False, group=True).values()
     assert 2 == saved_value(tmp_path, "second", 2)
     assert [None, None] == outcomes
 
@@ -204,18 +160,12 @@ def test_failed_async_save_is_raised_once_at_the_same_call(tmp_path: Path) -> No
 
 def logged_failure(rank: int, path: Path) -> list[str]:
     """What is logged as an error between a failing async save and the next call."""
-    import logging
-
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    handler.setLevel(logging.ERROR)
-    logging.getLogger("nxd_ckpt").addHandler(handler)
-    saver = checkpointer(path, rank, 2, failing("close", "*-1/model/*", FULL) if rank == 1 else None)
-    pending = save(saver, "first", 1, async_save=True)
-    while not pending.done():
-        time.sleep(0.01)
-    return list(records)
+    with logged(logging.ERROR) as messages:
+        saver = checkpointer(path, rank, 2, failing("close", "*-1/model/*", FULL) if rank == 1 else None)
+        pending = save(saver, "first", 1, async_save=True)
+        while not pending.done():
+            time.sleep(0.01)
+    return messages
 
 
 def test_failed_async_save_is_logged_at_once(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.protocol.states import moments, visible_tags, weights
+from tests.support.damage import flip
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -172,10 +173,7 @@ def cut_off(tag: Path) -> None:
 
 
 def flip_a_bit(tag: Path) -> None:
-    file = next((tag / "model").iterdir())
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(next((tag / "model").iterdir()))
 
 
 @pytest.mark.parametrize("harm", [lose_index, lose_model, cut_off, flip_a_bit])

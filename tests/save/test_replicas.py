@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from nxd_ckpt.core.votes import SAMPLES, WHOLE
 from nxd_ckpt.errors import CheckpointError, RanksDisagree, SaveFailed
 from nxd_ckpt.saving.replicas import Replica, Replicas, Values
 from nxd_ckpt.testing.storage import MemoryStorage
+from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -119,15 +119,6 @@ def _text(value: Any) -> str:
     return repr(value.getvalue() if isinstance(value, io.BytesIO) else value)
 
 
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _saved(of: dict[str, Any]) -> dict[str, Any]:
     model, optimizer, scheduler, one = of.values()
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "state": {"object": one}}
@@ -135,28 +126,23 @@ def _saved(of: dict[str, Any]) -> dict[str, Any]:
 
 def run(rank: int, directory: Path, first: int, how: dict[str, Any]) -> tuple[list[str], int]:
     """What does not come back, where ranks differ from the save number ``first`` on; and the number of warnings."""
-    kept = _Kept()
-    logging.getLogger("nxd_ckpt").addHandler(kept)
     live, problems = _made(), []
-    try:
-        with Checkpointer(directory) as checkpointer:
-            for step in range(first + 3):
-                _step(live["model"], live["optimizer"])
-                if step >= first:
-                    _differ(live, rank + step - first)
-                if step == 0 and first > 3:
-                    live["optimizer"].state.clear()
-                checkpointer.save(step, **_saved(live), **how)
-                if step >= first:
-                    facts = _facts(live)
-                    checkpointer.wait()
-                    other = _made()
-                    checkpointer.load(step, **_saved(other))
-                    actual = _facts(other)
-                    problems += [f"{step}: {name}" for name in facts if facts[name] != actual.get(name)]
-    finally:
-        logging.getLogger("nxd_ckpt").removeHandler(kept)
-    return problems, sum("count as replicas" in message for message in kept.messages)
+    with logged() as messages, Checkpointer(directory) as checkpointer:
+        for step in range(first + 3):
+            _step(live["model"], live["optimizer"])
+            if step >= first:
+                _differ(live, rank + step - first)
+            if step == 0 and first > 3:
+                live["optimizer"].state.clear()
+            checkpointer.save(step, **_saved(live), **how)
+            if step >= first:
+                facts = _facts(live)
+                checkpointer.wait()
+                other = _made()
+                checkpointer.load(step, **_saved(other))
+                actual = _facts(other)
+                problems += [f"{step}: {name}" for name in facts if facts[name] != actual.get(name)]
+    return problems, sum("count as replicas" in message for message in messages)
 
 
 @pytest.mark.parametrize(
@@ -295,17 +281,14 @@ def averaged(rank: int, directory: Path) -> list[str]:
     model = torch.nn.Linear(8, 8)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     optimizer = torch.optim.AdamW(model.parameters())
-    kept = _Kept()
-    logging.getLogger("nxd_ckpt").addHandler(kept)
-    with Checkpointer(directory) as checkpointer:
+    with logged() as messages, Checkpointer(directory) as checkpointer:
         for step in range(3):
             torch.manual_seed(step)
             model(torch.randn(2, 8)).sum().backward()
             optimizer.step()
             checkpointer.save(step, model, optimizer)
-    logging.getLogger("nxd_ckpt").removeHandler(kept)
     manifest = open_checkpoint(directory, "step_2").manifest
-    return [*kept.messages, *(manifest.per_rank if manifest is not None else ())]
+    return [*messages, *(manifest.per_rank if manifest is not None else ())]
 
 
 def test_what_is_alike_is_saved_once(gloo_ranks: RankPool, tmp_path: Path) -> None:
@@ -367,9 +350,7 @@ def formed(rank: int, directory: Path, asynchronous: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_state_of_another_form_comes_back_to_its_rank(
-    gloo_ranks: RankPool, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_state_of_another_form_comes_back_to_its_rank(gloo_ranks: RankPool, tmp_path: Path, asynchronous: bool) -> None:
     """As it was at the call, also an object that one rank alone has."""
     assert [[]] * 4 == gloo_ranks.run(formed, tmp_path, asynchronous)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def flip(file: Path, offset: int) -> None:
-    """Change one bit, counted from the end of the file if the offset is negative."""
+def flip(file: Path, offset: int | None = None) -> None:
+    """Change one bit: in the middle of the file, or at the offset, counted from its end if that is negative."""
+    if offset is None:
+        offset = file.stat().st_size // 2
     with file.open("r+b") as opened:
         opened.seek(offset, 0 if offset >= 0 else 2)
         [byte] = opened.read(1)
