@@ -59,15 +59,6 @@ def test_simple_inert_types_just_work(tmp_path: Path) -> None:
     assert [type(number) for number in INERT["numbers"]] == [type(number) for number in content["numbers"]]
 
 
-def test_arrays_and_tensors_just_work(tmp_path: Path) -> None:
-    """Beside numbers, whole arrays and tensors may be part of the user content."""
-    saved: dict[str, Any] = {"array": np.arange(6, dtype=np.int16).reshape(2, 3), "tensor": torch.arange(3)}
-    save_checkpoint(tmp_path, "one", {}, user_content=saved)
-    loaded = load_checkpoint(tmp_path)
-    assert (saved["array"].dtype, saved["array"].tolist()) == (loaded["array"].dtype, loaded["array"].tolist())
-    assert torch.equal(torch.arange(3), loaded["tensor"])
-
-
 def test_inert_types_that_nxd_saved_just_work(foreign: Path) -> None:
     """The same out of a file that plain ``torch.save`` wrote."""
     torch.save(INERT, foreign / "step_3" / "user_content.pt")

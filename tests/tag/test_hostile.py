@@ -19,6 +19,8 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile
 from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.storage.local import LocalStorage
 from tests.formats.helpers import torch_file
+from tests.hugging_face.reference import Model
+from tests.hugging_face.saved import write_files
 from tests.tag.layouts import open_tag
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -194,19 +196,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", CONFIGS.values(), ids=CONFIGS.keys())
 def test_a_config_of_huge_counts_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     """Names of 10**9 layers are not made up to see which of them are missing."""
-    from safetensors.torch import save_file
-
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "hidden_size": 4,
-    }
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
-    names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    tensors = {f"model.layers.0.{name}.weight": torch.ones(4, 4) for name in names}
-    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    model = Model(layers=1, heads=2)
+    write_files(tmp_path / "hf", model.config | change, model.state())
     with pytest.raises(CheckpointError, match=r"config\.json|key-value heads"):
         convert(tmp_path / "hf", tmp_path / "tag", to="tag", names="nxd", tp=1)
