@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from nxd_ckpt import Partition, Topology, convert, unshard_checkpoint
@@ -18,6 +16,8 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.conversion.tags import as_nxd
+from tests.hugging_face.reference import Model
+from tests.hugging_face.saved import write_model
 from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -139,31 +139,14 @@ def test_a_dcp_directory_is_read_once(tmp_path: Path, log: list[Operation], tp: 
     assert read(log) <= AT_MOST * nbytes_of(directory)
 
 
-def llama(tmp_path: Path) -> Path:
-    """A Hugging Face directory; its tensors have no digests."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "num_hidden_layers": 1}
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, **sizes, "tie_word_embeddings": False}))
-    shapes = {
-        "model.embed_tokens.weight": (512, 1024),
-        "model.norm.weight": (1024,),
-        "lm_head.weight": (512, 1024),
-        **{f"model.layers.0.self_attn.{one}_proj.weight": (1024, 1024) for one in "qkvo"},
-        **{f"model.layers.0.mlp.{one}_proj.weight": (2048, 1024) for one in ("gate", "up")},
-        "model.layers.0.mlp.down_proj.weight": (1024, 2048),
-        "model.layers.0.input_layernorm.weight": (1024,),
-        "model.layers.0.post_attention_layernorm.weight": (1024,),
-    }
-    weights = {name: torch.rand(shape) for name, shape in shapes.items()}
-    save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    return tmp_path / "hf"
+LLAMA = Model(layers=1, heads=8, kv_heads=8, head_dim=128, intermediate=2048, vocab=512)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 def test_a_hugging_face_model_is_read_once_either_way(tmp_path: Path, log: list[Operation], tp: int) -> None:
-    """Into a tag of any sizes, and out of it again."""
-    source, tag = llama(tmp_path), tmp_path / "tags" / "step_1"
+    """Into a tag of any sizes, and out of it again; its tensors have no digests."""
+    source, tag = tmp_path / "hf", tmp_path / "tags" / "step_1"
+    write_model(source, LLAMA)
     log.clear()
     convert(source, tag, to="tag", names="nxd", tp=tp)
     assert read(log) <= AT_MOST * nbytes_of(source)

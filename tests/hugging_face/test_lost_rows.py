@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,36 +12,26 @@ import torch
 from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import ShapeMismatch
 from tests.hugging_face import saved
-from tests.hugging_face.saved import weights
+from tests.hugging_face.reference import Model, State
+from tests.hugging_face.saved import weights, write_config
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-HIDDEN, VOCAB = 8, 64
-SIZES: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": VOCAB,
-}  # fmt: skip
-LAYER = "model.layers.0."
+MODEL = Model(layers=1, intermediate=8, vocab=64)
+HIDDEN, VOCAB = MODEL.hidden, MODEL.vocab
 
 
-def llama(rows: int, surplus: float = 7.0) -> dict[str, torch.Tensor]:
+def llama(rows: int, surplus: float = 7.0) -> State:
     embedding = torch.full((rows, HIDDEN), 7.0)
     embedding[VOCAB:] = surplus
-    shapes = {"q": (8, 8), "k": (4, 8), "v": (4, 8), "o": (8, 8)}
-    state = {f"{LAYER}self_attn.{name}_proj.weight": torch.ones(shape) for name, shape in shapes.items()}
-    state |= {f"{LAYER}mlp.{name}_proj.weight": torch.ones(8, 8) for name in ("gate", "up", "down")}
-    state |= {f"{LAYER}{name}_layernorm.weight": torch.ones(8) for name in ("input", "post_attention")}
-    return state | {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": embedding.clone(),
-        "model.norm.weight": torch.ones(HIDDEN),
-    }
+    ones = {name: torch.ones_like(tensor) for name, tensor in MODEL.state().items()}
+    return {**ones, "model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
 
 
-def export(path: Path, state: dict[str, torch.Tensor], **changes: Any) -> Path:
-    (path / "config.json").write_text(json.dumps({**SIZES, **changes}))
+def export(path: Path, state: State, **changes: Any) -> Path:
+    config = write_config(path, {**MODEL.config, **changes})
     save_checkpoint(path / "run", "s", state)
-    convert(path / "run" / "s", path / "out", to="hf", config=path / "config.json")
+    convert(path / "run" / "s", path / "out", to="hf", config=config)
     return path / "out"
 
 
@@ -89,7 +78,7 @@ RANKS = [(2 * VOCAB, 1), (512, 0), (512, 1), (1024, 1)]
 """Live rows of two ranks, all of which a rounding explains, and a rank that has some beyond the vocabulary."""
 
 
-def rank_of(whole: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+def rank_of(whole: State, rank: int) -> State:
     """What one of two tensor-parallel ranks holds."""
     columns = ("o_proj.weight", "down_proj.weight")
     dims = {name: 1 if name.endswith(columns) else 0 for name in whole if "norm" not in name}
@@ -129,9 +118,8 @@ def test_heads_beyond_the_files_are_refused(tmp_path: Path, key: str, strict: bo
     fewer = {"head_dim": 2, key: 2 if key == "num_attention_heads" else 1}
     with pytest.raises(ShapeMismatch, match="elements along dimension 0 do not fit"):
         export(tmp_path, llama(VOCAB), **fewer)
-    (tmp_path / "hub").mkdir()
     out = export(tmp_path / "hub", llama(VOCAB))
-    (out / "config.json").write_text(json.dumps({**SIZES, **fewer}))
+    write_config(out, {**MODEL.config, **fewer})
     live = {name: torch.zeros_like(tensor) for name, tensor in llama(VOCAB).items()}
     with pytest.raises(ShapeMismatch):
         load_checkpoint(out, model=live, strict=strict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +10,24 @@ import torch
 
 from nxd_ckpt import convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import UnsupportedState
-from tests.hugging_face.saved import write_files
+from tests.hugging_face.reference import Model, State
+from tests.hugging_face.saved import write_config, write_files
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
-SIZES: dict[str, Any] = {
-    "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 16,
-}  # fmt: skip
+MODEL = Model(layers=1, heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16)
 Q = "model.layers.0.self_attn.q_proj"
 
 
-def plain() -> dict[str, torch.Tensor]:
-    layer, attention, mlp = "model.layers.0.", "self_attn", "mlp"
-    names = [f"{layer}{attention}.{name}_proj.weight" for name in "qkvo"]
-    names += [f"{layer}{mlp}.{name}_proj.weight" for name in ("gate", "up", "down")]
-    vectors = [f"{layer}{name}_layernorm.weight" for name in ("input", "post_attention")] + ["model.norm.weight"]
-    rows = {"model.embed_tokens.weight": torch.ones(16, 8), "lm_head.weight": torch.ones(16, 8)}
-    return rows | {name: torch.ones(8, 8) for name in names} | {name: torch.ones(8) for name in vectors}
+def plain() -> State:
+    return {name: torch.ones_like(tensor) for name, tensor in MODEL.state().items()}
 
 
 FP8 = {f"{Q}.weight": torch.full((8, 8), 100.0).to(torch.float8_e4m3fn)}
 INT8 = {f"{Q}.weight": torch.full((8, 8), 100, dtype=torch.int8)}
 
 
-def companion(name: str) -> dict[str, torch.Tensor]:
+def companion(name: str) -> State:
     return {f"{Q}.{name}": torch.ones(1)}
 
 
@@ -55,11 +47,11 @@ CASES = [
 
 @pytest.mark.parametrize(("config", "tensors", "text"), CASES)
 def test_quantized_weights_are_refused(
-    tmp_path: Path, config: dict[str, Any] | None, tensors: dict[str, torch.Tensor], text: str
+    tmp_path: Path, config: dict[str, Any] | None, tensors: State, text: str
 ) -> None:
     """The live model stays as it is, and no tag is made."""
     hub = tmp_path / "hub"
-    write_files(hub, {**SIZES, **(config or {})}, plain() | tensors)
+    write_files(hub, {**MODEL.config, **(config or {})}, plain() | tensors)
     for strict in (True, False):
         live = {name: tensor.clone() for name, tensor in plain().items()}
         with pytest.raises(UnsupportedState, match=text):
@@ -76,7 +68,7 @@ def test_quantized_weights_are_refused(
 
 def test_a_config_of_quantized_weights_is_refused_for_others(tmp_path: Path) -> None:
     """Sizes that are taken from another config.json do not hide that the weights are quantized."""
-    config = write_files(tmp_path, {**SIZES, "quantization_config": {"quant_method": "awq"}}, plain())
+    config = write_files(tmp_path, {**MODEL.config, "quantization_config": {"quant_method": "awq"}}, plain())
     with pytest.raises(UnsupportedState, match="by awq"):
         convert(tmp_path / "model.safetensors", tmp_path / "run" / "s", to="tag", names="nxd", config=config)
 
@@ -84,11 +76,11 @@ def test_a_config_of_quantized_weights_is_refused_for_others(tmp_path: Path) -> 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "float8_e4m3fn"), (torch.int8, "int8")])
 def test_quantized_weights_of_a_tag_are_not_exported(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     """Their scales are in no file of the export, whatever dtype they are cast to."""
-    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    config = write_config(tmp_path, MODEL.config)
     save_checkpoint(tmp_path / "run", "s", plain() | {f"{Q}.weight": torch.ones(8, 8).to(dtype)})
     for cast in (None, "bfloat16"):
         with pytest.raises(UnsupportedState, match=f"{Q}.weight is {name}"):
-            convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=tmp_path / "config.json", dtype=cast)
+            convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=config, dtype=cast)
     assert not (tmp_path / "out").exists()
 
 
@@ -99,9 +91,9 @@ def test_no_section_of_an_export_says_that_it_is_quantized(tmp_path: Path, key: 
     inner: dict[str, Any] = {key: {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}, "rope_theta": 1.5}
     for section in reversed(sections):
         inner = {section: inner}
-    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **inner}))
+    config = write_config(tmp_path, {**MODEL.config, **inner})
     save_checkpoint(tmp_path / "run", "s", plain())
-    convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=tmp_path / "config.json")
+    convert(tmp_path / "run" / "s", tmp_path / "out", to="hf", config=config)
     text = (tmp_path / "out" / "config.json").read_text()
     assert key not in text
     assert "modules_to_not_convert" not in text
