@@ -22,10 +22,10 @@ from nxd_ckpt import Checkpointer
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6, wide: int = 10) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, wide), nn.Linear(wide, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -233,4 +233,3 @@ def pipeline(rank: int, directory: Path, tag: str, load: bool = False) -> dict[s
         else:
             checkpointer.save(tag, model, optimizer)
     return stage_state(model, optimizer)
-

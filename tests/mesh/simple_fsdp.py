@@ -21,34 +21,15 @@ from tests.mesh import jobs
 OLD = Path(sys.prefix, "torchtitan-0.2.2")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
+class Net(jobs.Net):
     """TorchTitan cuts along two mesh dimensions only what they divide; the head, which one alone cuts, is uneven."""
 
-    steps: torch.Tensor
-
     def __init__(self) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.register_buffer("steps", torch.zeros(()))
         self.embed = nn.Embedding(12, 8)
-        self.blocks = nn.ModuleDict({str(number): Block() for number in range(2)})
+        self.blocks = nn.ModuleDict({str(number): jobs.Block(8, 16) for number in range(2)})
         self.head = nn.Linear(8, 9, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        x = self.embed(x)
-        for block in self.blocks.values():
-            x = block(x)
-        return self.head(x)
 
 
 class Gather(nn.Module):
