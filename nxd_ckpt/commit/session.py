@@ -37,8 +37,7 @@ from nxd_ckpt.coordination.control_files import (
     votes_dir,
 )
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
-from nxd_ckpt.coordination.news import News
-from nxd_ckpt.coordination.peers import new_channel
+from nxd_ckpt.coordination.peers import News, new_channel
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.names import HIDDEN

@@ -33,7 +33,7 @@ from nxd_ckpt.coordination.control_files import (
     verdict_file,
     votes_dir,
 )
-from nxd_ckpt.coordination.news import LONGEST, News
+from nxd_ckpt.coordination.peers import LONGEST, News
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import document, votes
 from nxd_ckpt.core.limits import NOTE

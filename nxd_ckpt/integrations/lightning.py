@@ -34,7 +34,7 @@ from nxd_ckpt.api import (
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import decided_by_rank0
 from nxd_ckpt.coordination.environment import default_topology
-from nxd_ckpt.coordination.output_lease import leased
+from nxd_ckpt.coordination.lease import leased
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import plain_options, takes
 from nxd_ckpt.core.topology import Topology

@@ -39,9 +39,9 @@ from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import check_partitions
 from nxd_ckpt.reshard.saved_optimizer import is_number
 from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.tag.payload import refuse_numbers
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.side_by_side import are_equal
-from nxd_ckpt.tag.state_dicts import refuse_numbers
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.control_files import LEASE, PLACE
 from nxd_ckpt.coordination.guests import entries_of
-from nxd_ckpt.coordination.output_lease import other_job_lives
+from nxd_ckpt.coordination.lease import other_job_lives
 from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from nxd_ckpt.coordination.output_lease import OutputLease, is_in_use_here
+from nxd_ckpt.coordination.lease import OutputLease, is_in_use_here
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.options.conversion import ConvertOptions
@@ -24,9 +24,9 @@ from nxd_ckpt.storage.base import DirEntry, can_rename
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
+from nxd_ckpt.tag.digest_lists import SUMS, sums_of
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.sums import SUMS, sums_of
 from nxd_ckpt.tag.verify import files_of
 
 logger = logging.getLogger("nxd_ckpt")

@@ -22,7 +22,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, digest_of,
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, SavedOptimizer, SavedSlot, saved_optimizer
-from nxd_ckpt.tag.state_dicts import refuse_numbers
+from nxd_ckpt.tag.payload import refuse_numbers
 
 Covers = Callable[[str], bool]
 """A predicate on global names: True if the entry is to be left out."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
+from nxd_ckpt.core.names import folders_of
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import goes_back, latest
 from nxd_ckpt.core.votes import (
@@ -38,17 +41,48 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
-from nxd_ckpt.saving.given_files import take
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replicas import Own
 from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.saving.staging import stage_and_write
 from nxd_ckpt.saving.writing import FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.storage.transfer import StoredFile, copy, digest, link
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 
 logger = logging.getLogger("nxd_ckpt")
+
+def take(
+    storage: Storage, folder: str, files: Mapping[str, str], threads: Executor, progress: Callable[[int], None]
+) -> dict[str, FileEntry]:
+    """Link or copy ``files``, paths by name, into ``folder``, durably; return the size and CRC-32 of each by its name.
+
+    A link costs no space, and the file need not be written again; where none can be made, as between file systems, the
+    file is copied. ``threads`` read ahead; ``progress`` is called with the bytes of each piece.
+
+    Raises SaveFailed for a file that is gone.
+    """
+    taken = dict[str, FileEntry]()
+    for name, path in sorted(files.items()):
+        place, key = os.path.split(os.path.abspath(path))
+        source, target = StoredFile(LocalStorage(place), key), StoredFile(storage, f"{folder}/{name}")
+        if not source.storage.is_file(key):
+            raise SaveFailed(
+                f"{path} was given to this save, and vanished: another program changes the files there. Find it, or "
+                "keep the files until the save is decided"
+            )
+        if not storage.renames:
+            storage.remove(target.key)  # one of that name that was in the tag before
+        if link(source, target):
+            taken[name] = digest(target, progress, threads)
+        else:
+            taken[name], _ = copy(source, target, {}, progress, threads)
+    for inner in folders_of(taken) if taken else ():
+        storage.sync_dir(f"{folder}/{inner}".rstrip("/"))
+    return taken
 
 
 class _Counted(NamedTuple):

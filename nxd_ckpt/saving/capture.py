@@ -32,7 +32,7 @@ from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_unsuppor
 from nxd_ckpt.live.state_names import state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.saving.options import SaveOptions
-from nxd_ckpt.tag.state_dicts import is_model, is_optimizer
+from nxd_ckpt.tag.payload import is_model, is_optimizer
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -16,6 +16,7 @@ from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, MalformedFile
 from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.digest_lists import DIGESTS, STATE
 from nxd_ckpt.tag.directory import (
     describe_incomplete,
     find_tag,
@@ -23,7 +24,6 @@ from nxd_ckpt.tag.directory import (
     list_tags,
     require_directory,
 )
-from nxd_ckpt.tag.seal import DIGESTS, STATE
 
 logger = logging.getLogger("nxd_ckpt")
 

@@ -22,7 +22,7 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
-from nxd_ckpt.tag.state_dicts import checked_dict, checked_model, checked_optimizer, is_model, is_optimizer, reading
+from nxd_ckpt.tag.payload import checked_dict, checked_model, checked_optimizer, is_model, is_optimizer, reading
 
 
 class TagLayout(Protocol):

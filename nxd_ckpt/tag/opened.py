@@ -33,8 +33,8 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, We
 from nxd_ckpt.tag.identity import Identity, is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
+from nxd_ckpt.tag.payload import checked_rank_state
 from nxd_ckpt.tag.range_reader import in_parallel
-from nxd_ckpt.tag.state_dicts import checked_rank_state
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,

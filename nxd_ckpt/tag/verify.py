@@ -42,6 +42,7 @@ from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.by_path import Place, choose_anything
+from nxd_ckpt.tag.digest_lists import DIGESTS, SUMS, read_seal, read_sums, sha256_of
 from nxd_ckpt.tag.directory import NO_TAG
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign import legacy
@@ -49,9 +50,7 @@ from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.tag.foreign.weight_files import OF_TORCH
 from nxd_ckpt.tag.identity import FOREIGN_MARK, Identity, is_noted, known_damage, mark_of, note_damage, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.seal import DIGESTS, read_seal
-from nxd_ckpt.tag.state_dicts import refuse_numbers
-from nxd_ckpt.tag.sums import SUMS, read_sums, sha256_of
+from nxd_ckpt.tag.payload import refuse_numbers
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 
 logger = logging.getLogger("nxd_ckpt")

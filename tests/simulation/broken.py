@@ -40,7 +40,7 @@ _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/s3_s
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
 _HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("hosts_storage", "directory"))
 _REPLENISHING = "nxd_ckpt/tiers/hosts.py"
-_SESSION, _NEWS = "nxd_ckpt/commit/session.py", "nxd_ckpt/coordination/news.py"
+_SESSION, _NEWS = "nxd_ckpt/commit/session.py", "nxd_ckpt/coordination/peers.py"
 
 
 _EVERY_STATE = "every state"

@@ -31,7 +31,7 @@ from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, by_digest
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.rank_items import RankItems, is_present
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
-from nxd_ckpt.tag.state_dicts import reading
+from nxd_ckpt.tag.payload import reading
 
 
 class Form(Protocol):

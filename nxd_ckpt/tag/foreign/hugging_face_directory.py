@@ -35,8 +35,7 @@ from nxd_ckpt.tag.foreign.quantization import (
 )
 from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, tensors_of
 from nxd_ckpt.tag.foreign.whole_files import content_in, optimizer_in, scheduler_in
-from nxd_ckpt.tag.payload import Payload, PayloadFile
-from nxd_ckpt.tag.state_dicts import reading
+from nxd_ckpt.tag.payload import Payload, PayloadFile, reading
 
 CONFIG = "config.json"
 

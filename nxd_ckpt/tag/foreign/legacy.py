@@ -26,8 +26,7 @@ from nxd_ckpt.core.names import ParsedName, describe, spanned
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.payload import Payload, PayloadFile, payload_of, refuse_other_counts
-from nxd_ckpt.tag.state_dicts import checked_optimizer, reading
+from nxd_ckpt.tag.payload import Payload, PayloadFile, checked_optimizer, payload_of, reading, refuse_other_counts
 
 _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
 _ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")

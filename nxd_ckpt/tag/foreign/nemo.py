@@ -26,8 +26,17 @@ from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.payload import MODEL_KEYS, OPTIMIZER_KEYS, Payload, PayloadFile, payload_of, refuse_other_counts
-from nxd_ckpt.tag.state_dicts import checked_model, checked_optimizer, reading
+from nxd_ckpt.tag.payload import (
+    MODEL_KEYS,
+    OPTIMIZER_KEYS,
+    Payload,
+    PayloadFile,
+    checked_model,
+    checked_optimizer,
+    payload_of,
+    reading,
+    refuse_other_counts,
+)
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 _DP_RANK = re.compile(r"dp_rank_(\d{3,})")

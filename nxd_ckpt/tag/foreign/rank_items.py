@@ -28,8 +28,7 @@ from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.torch_dcp import WholeForm, parsing_metadata
-from nxd_ckpt.tag.payload import Payload, refuse_other_counts
-from nxd_ckpt.tag.state_dicts import checked_optimizer, is_optimizer
+from nxd_ckpt.tag.payload import Payload, checked_optimizer, is_optimizer, refuse_other_counts
 
 METADATA = "metadata.pkl"
 _VERSION = "2.0"

@@ -21,7 +21,7 @@ from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.nxd_tag import ModelOnly
-from nxd_ckpt.tag.state_dicts import reading
+from nxd_ckpt.tag.payload import reading
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
