@@ -254,7 +254,6 @@ def _report(args: argparse.Namespace) -> int:
             count=args.count,
             doctor=args.doctor,
             progress=not args.quiet,
-            tiers=args.tier,
             cache=not args.no_cache,
         ),
     )
@@ -296,13 +295,6 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
         "--no-cache", action="store_true", help="read the N latest tags in any case, and store nothing beside them"
     )
     parser.add_argument("--doctor", action="store_true", help="examine the latest tag as nxd-ckpt doctor does")
-    parser.add_argument(
-        "--tier",
-        metavar="URL",
-        action="append",
-        default=[],
-        help="another tier of the job: show which tags it has, and how far it lags behind; repeatable",
-    )
 
 
 REPORT = Command(

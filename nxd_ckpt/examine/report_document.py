@@ -7,13 +7,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from statistics import median_low
 from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.commit.voting import saves_in_flight
-from nxd_ckpt.coordination.control_files import COPIES
 from nxd_ckpt.core import units
 from nxd_ckpt.core.findings import Finding, collect_problems
 from nxd_ckpt.core.manifest import Manifest
@@ -23,7 +21,6 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import step_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.examine.run_state import (
     StateLine,
     age_line,
@@ -35,8 +32,8 @@ from nxd_ckpt.examine.run_state import (
     unsound,
 )
 from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite, read_statistics
-from nxd_ckpt.storage.urls import is_url, open_storage
-from nxd_ckpt.tag.directory import describe_incomplete, list_tags, require_directory
+from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.directory import describe_incomplete
 from nxd_ckpt.tag.listing import locate, opened_document, time_text
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -51,7 +48,6 @@ def report_document(
     count: int,
     doctor: bool,
     progress: bool,
-    tiers: Sequence[str],
     cache: bool,
 ) -> dict[str, Any]:
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
@@ -59,8 +55,8 @@ def report_document(
     Only where values are read does it need torch: not where all statistics are stored, without ``doctor``.
 
     The tensors of the ``count`` latest tags are read, without ``cache`` even if their statistics are stored; older tags
-    appear with stored ones. ``doctor`` examines the latest tag after the one before it. ``tiers`` are searched for
-    the tags. ``note`` says it if there is nothing to report on.
+    appear with stored ones. ``doctor`` examines the latest tag after the one before it.
+    ``note`` says it if there is nothing to report on.
     """
     directory, only = locate(path, None, options)
     listing, open_tags = opened_document(directory, only, options)
@@ -88,8 +84,6 @@ def report_document(
     statistics = _statistics(opened, counted, count, damage, cache)
     for tag in tags:
         tag["not_finite"] = len(not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
-    saves = _saves(opened, tags)
-    document["tiers"] = [_tier(tier, saves, options if is_url(tier) else None) for tier in tiers]
     still = _still(statistics)
     if not opened:
         document["note"] = f"no complete checkpoint to report on; {describe_incomplete(storage)}"
@@ -122,14 +116,13 @@ def _problems(
     statistics: Mapping[str, StatisticsByName],
     saves: Sequence[Mapping[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the problems of all tags, of values, of ``saves`` that died, of slow ranks and of tiers."""
+    """Yield the problems of all tags, of values, of ``saves`` that died and of slow ranks."""
     tags = document["tags"]
     yield from (_problem(tag["tag"], problem) for tag in tags for problem in tag["problems"])
     yield from (_problem(tag["tag"], f"incomplete: it lacks {what}") for tag in tags for what in tag["lacks"])
     yield from _value_problems(statistics, {finding["what"] for finding in document["findings"]})
     yield from (_problem(name_of(save), failed_text(save)) for save in saves if save["is_dead"])
     yield from _stragglers(opened)
-    yield from _late_tiers(document["tiers"])
 
 
 def _details(
@@ -200,13 +193,6 @@ def _nothing() -> dict[str, Any]:
     parts: dict[str, Any] = {name: [] for name in ("ranks", "findings", "problems", "notes")}
     parts |= {"note": None, "health": {"tags": [], "tensors": []}}
     return {**parts, "made": time_text(effects.time())}
-
-
-def _saves(opened: Mapping[str, OpenTag], tags: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Return order time and bytes of each tag that can be copied to a tier: those with a manifest."""
-    sizes = {tag["tag"]: tag["nbytes"] for tag in tags}
-    manifests = {tag: open_tag.manifest for tag, open_tag in opened.items()}
-    return {tag: (manifest.order_time, sizes[tag]) for tag, manifest in manifests.items() if manifest is not None}
 
 
 def _statistics(
@@ -338,65 +324,6 @@ def _still(statistics: Mapping[str, StatisticsByName]) -> list[str]:
     weights = {name for name in first if name.startswith("model/") and all(name in later for later in later_tags)}
     still = sorted(name for name in weights if all(first[name] == later[name] for later in later_tags))
     return [] if len(still) == len(weights) else still
-
-
-_LATE = 2
-"""A tier is late if nothing new arrived for this many times its longest gap between tags."""
-
-Saves = Mapping[str, tuple[float, int]]
-"""Order time and bytes of each complete tag of the directory, by name, oldest first."""
-
-
-def _tier(tier: str, saves: Saves, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Describe a tier.
-
-    Only listings are read: a copy of a save keeps its name and its order time. ``tags`` are tags of the directory that
-    the tier has; ``others`` counts tags that only the tier has. ``behind`` are tags of the directory newer than the
-    tier's newest, with the seconds between that and the newest one, and their bytes. ``problem`` says why a tier could
-    not be listed.
-    """
-    tier_info: dict[str, Any] = {"tier": tier, "tags": [], "others": 0, "newest": None, "copying": [], "behind": []}
-    tier_info |= {"behind_seconds": None, "behind_nbytes": None, "longest_pause": None, "problem": None}
-    try:
-        storage = open_storage(tier, storage_options=options)
-        tier_info["tier"] = storage.url
-        require_directory(storage, what="tier")
-        order_times = {info.tag: info.order_time for info in list_tags(storage) if info.complete}
-        copying = [entry.name for entry in storage.list(COPIES) if entry.name not in order_times]
-    except (CheckpointError, OSError) as error:
-        return tier_info | {"problem": str(error)}
-    tags = [tag for tag, (at, _) in saves.items() if order_times.get(tag) == at]
-    times, reached = sorted(order_times.values()), max(order_times.values(), default=float("-inf"))
-    behind = [tag for tag, (at, _) in saves.items() if at > reached]
-    newest = max((at for at, _ in saves.values()), default=reached)
-    return tier_info | {
-        "tags": tags,
-        "others": len(order_times) - len(tags),
-        "newest": max(order_times, key=lambda tag: order_times[tag], default=None),
-        "copying": copying,
-        "behind": behind,
-        "behind_seconds": None if not order_times else max(0.0, newest - reached),
-        "behind_nbytes": sum(saves[tag][1] for tag in behind),
-        "longest_pause": max((after - before for before, after in pairwise(times)), default=None),
-    }
-
-
-def _late_tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Report tiers that could not be listed, or that stopped getting tags."""
-    for tier in tiers:
-        where, behind = f"tier {tier['tier']}", units.count(len(tier["behind"]), "newer tag")
-        waits = f"the directory has {behind}, {size(tier['behind_nbytes'] or 0)}"
-        if tier["problem"] is not None:
-            yield _problem(where, f"could not be asked: {tier['problem']}")
-        elif tier["newest"] is None and len(tier["behind"]) >= _LATE:
-            yield _problem(where, f"has no complete tag; {waits}")
-        elif tier["longest_pause"] is not None and tier["behind_seconds"] > _LATE * tier["longest_pause"]:
-            yield _problem(
-                where,
-                f"gets no new tags: {tier['newest']} is its newest; {waits}, the last of them saved "
-                f"{tier['behind_seconds']:.0f} s later. Between two tags that it has there were at most "
-                f"{tier['longest_pause']:.0f} s",
-            )
 
 
 _ALWAYS = 3

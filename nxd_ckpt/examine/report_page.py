@@ -179,7 +179,7 @@ def page_of(document: Document) -> str:
         "script": texts["js"],
         "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'",
         "version": __version__,
-        "tags": [_row(tag, document, number) for number, tag in enumerate(tags, 1 - len(tags))],
+        "tags": [_row(tag, number) for number, tag in enumerate(tags, 1 - len(tags))],
         "tags_left_out": len(document["tags"]) - len(tags),
         "newest": _NEWEST,
         "most": _PROBLEMS,
@@ -217,16 +217,14 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
 
 
-def _row(tag: Document, document: Document, number: int) -> dict[str, Any]:
+def _row(tag: Document, number: int) -> dict[str, Any]:
     """Return a tag's row: the marks say its state in words, the worst first."""
-    name = tag["tag"]
     bad = "damaged" if tag["problems"] else "" if tag["complete"] else "incomplete"
     marks = [("bad", bad)] if bad else []
     marks += [("bad", "not finite")] if tag["not_finite"] else []
     marks += [("good", "latest")] if tag["latest"] else []
     marks += [("", "pinned")] if tag["pinned"] else []
-    tiers = [str(place) for place, tier in enumerate(document["tiers"], 1) if name in tier["tags"]]
-    return {**tag, "marks": marks, "places": ", ".join(tiers), "older": number <= -_NEWEST}
+    return {**tag, "marks": marks, "older": number <= -_NEWEST}
 
 
 def _places(tags: Sequence[Document]) -> list[float]:

@@ -25,7 +25,6 @@ from nxd_ckpt.core.manifest import dump_manifest, load_manifest
 from nxd_ckpt.core.units import size
 from nxd_ckpt.examine import report_document, stored_statistics
 from nxd_ckpt.tag import listing
-from nxd_ckpt.tag.identity import mark_of
 from nxd_ckpt.tag.opened import OpenTag
 from tests.examine.mutants import not_a_number, rank_a_step_behind
 from tests.examine.runs import Run, ranks_of, save_ranks
@@ -83,48 +82,6 @@ def test_the_numbers_are_a_document(run: Path, capsys: pytest.CaptureFixture[str
     assert [] == document["ranks"], "a single rank is compared with none"
     first = document["health"]["tensors"][0]
     assert ("model/layers.0.weight", 1, 4.0) == (first["name"], first["nans"], first["norms"][0])
-
-
-def test_tiers_tell_what_they_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which tags each has, how far it is behind, in seconds and bytes; one that gets no more tags is a problem."""
-    main_tier, lagging, fresh = (tmp_path / name for name in ("run", "lagging", "fresh"))
-    for step in range(5):
-        save_checkpoint(main_tier, f"step_{step}", STATE)
-        _saved_at(main_tier / f"step_{step}", 1_700_000_000.0 + 60 * step)
-    for tier, steps in ((lagging, (0, 1)), (fresh, (2, 4))):
-        for step in steps:
-            shutil.copytree(main_tier / f"step_{step}", tier / f"step_{step}")
-    save_checkpoint(fresh, "other", STATE)
-    _saved_at(fresh / "other", 1_700_000_000.0)
-    (lagging / ".nxd_ckpt" / "copies" / "step_4").mkdir(parents=True)
-    page = tmp_path / "page.html"
-    flags = [flag for tier in (lagging, fresh, tmp_path / "absent") for flag in ("--tier", str(tier))]
-
-    assert 0 == main(["report", str(main_tier), *flags, "--json", "-o", str(page)])
-
-    document = json.loads(capsys.readouterr().out)
-    first, second, third = document["tiers"]
-    nbytes = {tag["tag"]: tag["nbytes"] for tag in document["tags"]}
-    assert (["step_0", "step_1"], "step_1", ["step_4"]) == (first["tags"], first["newest"], first["copying"])
-    assert (["step_2", "step_3", "step_4"], 180.0) == (first["behind"], first["behind_seconds"])
-    assert nbytes["step_2"] + nbytes["step_3"] + nbytes["step_4"] == first["behind_nbytes"]
-    assert (["step_2", "step_4"], 1) == (second["tags"], second["others"])
-    assert ([], 0.0, 0) == (second["behind"], second["behind_seconds"], second["behind_nbytes"])
-    assert "does not exist" in third["problem"]
-    late, lost = document["problems"]
-    assert [f"tier {lagging}", f"tier {tmp_path / 'absent'}"] == [late["where"], lost["where"]]
-    assert "step_1 is its newest; the directory has 3 newer tags" in late["what"]
-    assert lost["what"].startswith("could not be asked: ")
-    assert all(tag["timings"]["commit_seconds"] >= 0 for tag in document["tags"])
-    assert page.read_text().index("gets no new tags") < page.read_text().index("<h2>Saves</h2>")
-
-
-def _saved_at(tag: Path, order_time: float) -> None:
-    """The tag, as if it had been saved then."""
-    manifest = load_manifest((tag / "manifest.json").read_bytes(), "manifest.json")
-    (tag / "manifest.json").write_bytes(dump_manifest(replace(manifest, order_time=order_time)))
-    (tag / "done").write_bytes(mark_of(order_time, manifest.attempt))
-    os.utime(tag / "done", (order_time, order_time))
 
 
 def test_names_are_text(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_a_page_of_the_most_that_is_shown_stays_below_2_mb() -> None:
     slow = [1.0 if rank % 3 else 9.0 for rank in range(RANKS)]
     phases = [{**phase, "rank": rank, "host": hosts[rank], "write_seconds": slow[rank]} for rank in range(RANKS)]
     document: dict[str, Any] = {
-        "directory": "/run", "made": "2026-01-02T03:04:05Z", "head": [], "note": None, "tiers": [],
+        "directory": "/run", "made": "2026-01-02T03:04:05Z", "head": [], "note": None,
         "tags": [_tag(step) for step in range(TAGS)],
         "problems": [{"where": f"step_{step}", "what": "damaged" * 40} for step in range(TAGS)],
         "findings": [], "notes": [],
