@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nxd_ckpt import (
-    Topology,
     close_checkpointers,
     errors,
     has_checkpoint,
@@ -126,24 +125,6 @@ def test_the_nearest_steps_are_offered(kept: Path, tmp_path: Path) -> None:
     refuse(tmp_path / "ckpt", "stp_60", errors.CheckpointNotFound, r"'stp_60' \(did you mean 'step_60'\?\)", *jobs())
 
 
-def test_another_kind_of_optimizer_needs_names(kept: Path) -> None:
-    """A plain one takes ZeRO-1's state, and the reverse, by the names of the parameters; upstream an empty state."""
-    match = r"{} optimizer, the live one is {}.*pass the live model too, or param_names="
-    alone: dict[str, Any] = {"model": None, "scheduler": None}
-    zero1, plain = match.format("ZeRO-1", "plain"), match.format("plain", "ZeRO-1")
-    refuse(kept, "zero1", errors.OptimizerMismatch, zero1, *jobs(), topology=Topology(dp=2), **alone)
-    refuse(kept, "whole", errors.OptimizerMismatch, plain, *jobs(zero1=True), **alone)
-
-
-def test_other_param_groups_do_not_fit(kept: Path) -> None:
-    """Two groups in place of one, and without a model no names to tell what is whose: the sizes of both are named."""
-    [job] = jobs()
-    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    job.optimizer = torch.optim.AdamW([{"params": trained[:1]}, {"params": trained[1:]}])
-    match = r"\[3\], the live optimizer has \[1, 2\]"
-    refuse(kept, "whole", errors.OptimizerMismatch, match, job, model=None, scheduler=None)
-
-
 def test_a_scheduler_goes_by_the_order_of_groups(kept: Path) -> None:
     """Parameters are found by name in other groups, too; what a scheduler keeps for each group is not."""
     [job], [saved] = jobs(), jobs(seed=1)
@@ -165,12 +146,6 @@ def test_another_shape_is_named(kept: Path, tag: str) -> None:
     refuse(kept, tag, errors.ShapeMismatch, match, *jobs(net=lambda: Net(5)), optimizer=None, scheduler=None)
 
 
-def test_another_shape_in_the_optimizer_is_named(kept: Path) -> None:
-    """A live moment of another shape, with a model that is not even asked for."""
-    match = r"optim/.*exp_avg.*saved with shape \(4, 3\), the live one has \(5, 3\)"
-    refuse(kept, "whole", errors.ShapeMismatch, match, *jobs(net=lambda: Net(5)), model=None)
-
-
 class Renamed(Net):
     """A net with a parameter that was not saved, and without one that was."""
 
@@ -189,16 +164,6 @@ def test_names_that_differ_are_listed(kept: Path) -> None:
     [job] = jobs(net=Renamed)
     match = r"missing.*'down_proj.weight' \(did you mean 'down.weight'\?\); unexpected.*'down.weight'.*strict=False"
     refuse(kept, "whole", errors.KeyMismatch, match, job, optimizer=None, scheduler=None)
-
-
-def test_without_strict_names_that_both_have_are_loaded(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The others stay as they are, and a warning lists them."""
-    [job], [saved] = jobs(net=Renamed), jobs(seed=1)
-    stays = job.model.state_dict()["down_proj.weight"].clone()
-    load_checkpoint(kept, "whole", job.model, strict=False)
-    assert torch.equal(stays, job.model.state_dict()["down_proj.weight"])
-    assert torch.equal(saved.model.up.weight, job.model.up.weight)
-    assert "down_proj.weight" in caplog.text
 
 
 def test_rank_content_fills_a_dict(tmp_path: Path) -> None:

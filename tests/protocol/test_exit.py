@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -38,37 +36,6 @@ def run(path: Path, program: str) -> CompletedProcess[str]:
 
 def holds_ones(path: Path, tag: str) -> bool:
     return torch.equal(torch.ones(5), open_checkpoint(path, tag).model_state()["weight"])
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        'save_checkpoint(path, "t", state, async_save=True)',
-        'Checkpointer(path).save("t", state, async_save=True)',
-    ],
-    ids=["function", "object"],
-)
-@pytest.mark.one_in(2)
-def test_a_normal_exit_finishes_what_is_in_flight(tmp_path: Path, program: str) -> None:
-    """The last line of a script may be an async save; the directory is given back, too. This one is a new interpreter,
-    to its very end."""
-    command = [sys.executable, "-c", PROLOGUE + program, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert (0, "") == (ended.returncode, ended.stderr)
-    assert holds_ones(tmp_path, "t")
-    assert not (tmp_path / ".nxd_ckpt" / "lease.json").exists()
-
-
-@pytest.mark.parametrize(
-    "call", ['save_checkpoint(path, "{}", state, async_save=True)', 'mine.save("{}", state, async_save=True)']
-)
-@pytest.mark.one_in(2)
-def test_a_failure_that_nobody_was_told_of_becomes_the_exit_code(tmp_path: Path, call: str) -> None:
-    """A scheduler must not take the job for a success; the log names the cause."""
-    ended = run(tmp_path, f"{FAILING}mine = Checkpointer(path)\n{call.format('one')}\n{call.format('two')}")
-    assert 1 == ended.returncode
-    assert "No space left on device" in ended.stderr
-    assert ["one"] == visible_tags(tmp_path)
 
 
 def test_a_failure_that_was_raised_does_not(tmp_path: Path) -> None:
