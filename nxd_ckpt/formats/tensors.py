@@ -82,12 +82,17 @@ class TensorStub:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor when stored tightly: elements times element size."""
-        return self.numel * itemsize(self.dtype)
+        return _nbytes(self.dtype, self.shape)
 
     @property
     def is_contiguous(self) -> bool:
         """True if the bytes in the file are contiguous and row-major."""
         return _is_tight(self.shape, self.stride)
+
+    @property
+    def is_record(self) -> bool:
+        """True if it is all of the record that it is a view of, row-major."""
+        return _is_record(self.dtype, self.shape, self.stride, self.storage.nbytes)
 
     @property
     def storage_order(self) -> tuple[int, ...] | None:
@@ -386,6 +391,15 @@ def itemsize(name: str) -> int:
 def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     """Return the bytes of a dense tensor."""
     return math.prod(shape) * itemsize(dtype)
+
+
+_nbytes = lru_cache(maxsize=4096)(nbytes_of)
+"""The same of a shape that is a tuple: most tensors have few shapes."""
+
+
+@lru_cache(maxsize=4096)
+def _is_record(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], nbytes: int) -> bool:
+    return _is_tight(shape, stride) and nbytes_of(dtype, shape) == nbytes
 
 
 @lru_cache(maxsize=4096)

@@ -169,9 +169,7 @@ def are_equal(a: Leaf, b: Leaf, name: str, reader: Callable[[], AbstractContextM
 
 def _is_row_major(leaf: Leaf) -> bool:
     """Return whether its bytes are those of its storage, in the order of its elements."""
-    if not isinstance(leaf, TensorStub):
-        return False
-    return leaf.is_contiguous and leaf.nbytes == leaf.storage.nbytes
+    return isinstance(leaf, TensorStub) and leaf.is_record
 
 
 def _bytes(reader: LeafReader, part: Assembly, name: str) -> torch.Tensor:
