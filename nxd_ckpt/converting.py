@@ -110,8 +110,8 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
         raise InvalidArgument(f"to={form!r} has names={' or '.join(map(repr, kinds))}; found {names!r}")
     if source.writer is Program.HUGGING_FACE and chosen.names is None and form == "tag":
         raise InvalidArgument(
-            f"{source.root.path} is a Hugging Face model: pass names='own' (--names own) for a job with transformers' "
-            "layers, or names='nxd' (--names nxd) for one with NxD's"
+            f"{source.root.path} has the form of a Hugging Face model: pass names='own' (--names own) to keep its "
+            "names, as a job with transformers' layers has them, or names='nxd' (--names nxd) for NxD's"
         )
     write, option_names = FORMS[form, names]
     _refuse_others(chosen, form, names, option_names)

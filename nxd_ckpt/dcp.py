@@ -35,6 +35,8 @@ from nxd_ckpt.coordination.environment import default_topology, require_all_rank
 from nxd_ckpt.core.dcp_names import DcpItem, names_of
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter, told_at_exit
@@ -108,8 +110,11 @@ def async_save(
         A future of the metadata; where ``async_stager`` copies in the background, torch's ``AsyncSaveResponse``.
     """
     writer = _writer(checkpoint_id, storage_writer, process_group, no_dist)
+    state = _state_of(state_dict, writer)
+    for path, tensor in iter_tensors(state, torch.Tensor) if isinstance(writer, StorageWriter) else ():
+        refuse_unsupported(".".join(map(str, path)), tensor)  # before torch copies it, whose error names none
     response: Future[Metadata] | Any = torch_async_save(
-        _state_of(state_dict, writer),
+        state,
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
         planner=planner,

@@ -15,7 +15,7 @@ from string import Formatter
 from typing import Annotated, Any, TypeAlias
 
 from nxd_ckpt.core.arguments import Kind, plain_mapping, scalar
-from nxd_ckpt.core.limits import checked_name
+from nxd_ckpt.core.limits import checked_name, shown
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, InvalidTag
 
@@ -56,7 +56,7 @@ def validate_tag(tag: object) -> str:
     """
     name = str(tag) if isinstance(tag, (str, int)) and not isinstance(tag, bool) else ""
     if not name:
-        raise InvalidTag(f"tag must be a non-empty string such as 'step_300', or an int, found {tag!r}")
+        raise InvalidTag(f"tag must be a non-empty string such as 'step_300', or an int, found {shown(tag)}")
     if name.startswith(".") and "/" not in name:
         raise InvalidTag(f"tag {name!r:.80} must not begin with '.': such names are hidden and never listed")
     try:
@@ -169,7 +169,7 @@ def step_of(tag: str) -> int | None:
 def tag_of_step(step: int) -> str:
     """Return the tag that a `Checkpointer` gives a step: "step_300". Raises InvalidTag for no number from 0."""
     if isinstance(step, bool) or step < 0:
-        raise InvalidTag(f"tag must be a non-empty string such as 'step_300', or an int from 0, found {step!r}")
+        raise InvalidTag(f"tag must be a non-empty string such as 'step_300', or an int from 0, found {shown(step)}")
     return f"step_{step}"
 
 

@@ -200,10 +200,10 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
         if vote.replica != votes[leader].replica:
             raise RanksDisagree(
                 f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold models "
-                "or optimizers of other parameters, names, shapes or dtypes: some tensors would be missing or written "
-                "twice. Build both alike on all replicas, and step on all before the save. A state dict that was "
-                "gathered on one rank (rank0_only=True) is not there on the others: gather it on all, or save it there "
-                "as user_content=; what one rank alone has is saved by state= or rank_content="
+                "or optimizers of other parameters, names, shapes or dtypes, or in another order: some tensors would "
+                "be missing or written twice. Build both alike on all replicas, and step on all before the save. A "
+                "state dict that was gathered on one rank (rank0_only=True) is not there on the others: gather it on "
+                "all, or save it there as user_content=; what one rank alone has is saved by state= or rank_content="
             )
 
 

@@ -125,6 +125,16 @@ def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tup
     return walk(tree, ())
 
 
+def groups_of(tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return for each of an optimizer's parameters the name of the first one in its param group, in alphabetical order.
+
+    These are equal for groups in another order, too.
+    """
+    by_index = _name_by_index(tree, "state", names)
+    groups = [[by_index[index] for index in group["params"] if index in by_index] for group in tree["param_groups"]]
+    return {name: min(members) for members in groups for name in members}
+
+
 def _depth(part: str, path: Path) -> int:
     """Return the depth down to which containers of a part are known ones."""
     if part == "optimizer":

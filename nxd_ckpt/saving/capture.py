@@ -262,6 +262,13 @@ def _captured(optimizer: OptimizerAdapter, model: ModelAdapter | None, topology:
 
 def _scheduler_state(scheduler: Any) -> Any:
     state = state_of(scheduler)
+    several = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    objects = [each for each in several if hasattr(each, "state_dict")]
+    if objects:
+        raise UnsupportedState(
+            f"scheduler= is a {type(scheduler).__name__} with {type(objects[0]).__name__} objects in it: pass them by "
+            "names of your choice, state={'warmup': scheduler, ...}"
+        )
     kind = "an optimizer" if is_optimizer(state) else "a model" if is_model(state) else None
     if kind is not None:
         raise UnsupportedState(

@@ -122,7 +122,8 @@ def _first_difference(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> str:
             empty = "; one of several optimizers of a parameter without elements on a rank is needed there, too"
             advice += empty if name.startswith("optim/") else ""
             return f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other_rank}; {advice}"
-    return f"ranks {rank} and {other_rank} hold the same tensors on different meshes; {advice}"
+    how = "on different meshes" if list(lines_a) == list(lines_b) else "in another order, as of param groups"
+    return f"ranks {rank} and {other_rank} hold the same tensors {how}; {advice}"
 
 
 def _line_text(line: Sequence[Any] | None) -> str:

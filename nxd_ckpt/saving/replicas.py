@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.core import names
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
+from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import block_crcs, crc32
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.plain_digest import digest_of_value
@@ -26,12 +28,15 @@ from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
 from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import PLAIN
-from nxd_ckpt.live.state_names import Container, is_in, values_in
+from nxd_ckpt.live.state_names import Container, groups_of, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.saving.waves import Wave
 
 LARGE = 2**20
 """Bytes from which on samples of a tensor are compared."""
+
+_GROUP = " in its param group"
+"""End of the name under which ranks compare which parameters are in one group."""
 
 _SAMPLE = 2**12
 """Bytes of each of the three samples of a large tensor."""
@@ -97,9 +102,11 @@ class Values:
 
     @cached_property
     def digests(self) -> dict[str, int]:
-        """Digest of each value, by name, except the ``known``."""
+        """Digest of each value, by name, except the ``known``; of parameters, which of them are in one group."""
         values = ((name, value) for name, (_, value) in self.by_name.items() if not is_below(name, self.known))
-        return {name: digest_of_value(self._about(value)) for name, value in values}
+        digests = {name: digest_of_value(self._about(value)) for name, value in values}
+        groups = groups_of(self.tree, self.parameters or ()) if self.part == "optimizer" else {}
+        return digests | {f"optim/{name}{_GROUP}": crc32(first.encode()) for name, first in groups.items()}
 
     def _about(self, value: Any) -> Any:
         """Return plain data; of a container its keys, and the forms of its tensors."""
@@ -351,6 +358,12 @@ class Replicas:
             if values.claim in theirs:
                 others, here = theirs[values.claim], values.digests
                 names = [name for name in {**here, **others} if here.get(name) != others.get(name)]
+                regrouped = [name.removesuffix(_GROUP) for name in names if name.endswith(_GROUP)]
+                if regrouped:
+                    raise RanksDisagree(
+                        f"{first_of(regrouped)}: in a param group with other parameters than on rank {values.writes}, "
+                        "so that no load could give each rank its options: build param_groups alike on all ranks"
+                    )
                 own.keep_values(values, names, own_value)
         return own
 

@@ -33,6 +33,7 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
     StorageError,
     TopologyMismatch,
+    UnsupportedState,
 )
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -217,6 +218,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
         "^src must be a string or a path, found None",
     ),
     "no tag": (lambda: save_checkpoint("run", None, STATE), InvalidTag, "^tag must be a non-empty string such as"),
+    "a model as a tag": (
+        lambda: save_checkpoint("run", torch.nn.Linear(1, 1)),  # type: ignore[arg-type]
+        InvalidTag,
+        "^tag must be a .* found a Linear$",
+    ),
+    "schedulers in a dict": (
+        lambda: save_checkpoint("run", 1, STATE, scheduler={"warmup": torch.nn.Linear(1, 1)}),
+        UnsupportedState,
+        "^scheduler= is a dict with .* pass them by names of your choice, state=",
+    ),
     "nothing to save": (lambda: save_checkpoint("run", 1), InvalidArgument, "^nothing was passed to be saved"),
     "a URL as a path": (
         lambda: _load_with(pre_download=True, work_dir="s3://bucket/tmp"),

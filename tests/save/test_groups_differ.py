@@ -1,0 +1,52 @@
+"""Param groups of replicas: those that are cut otherwise are refused at the save, those in another order come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nxd_ckpt import Checkpointer
+from nxd_ckpt.errors import RanksDisagree
+from tests.support.rank_pool import RankPool
+
+pytestmark = [pytest.mark.plain, pytest.mark.once]
+
+
+def _made(rank: int, cut: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, *others = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.2}]
+    if rank == 2 and cut:
+        groups = [{"params": [first, others[0]], "lr": 0.1}, {"params": others[1:], "lr": 0.2}]
+    elif rank == 2:
+        groups.reverse()
+    return model, torch.optim.SGD(groups)
+
+
+def saved(rank: int, directory: Path, cut: bool) -> Any:
+    model, optimizer = _made(rank, cut)
+    with Checkpointer(directory) as checkpointer:
+        try:
+            checkpointer.save(1, model, optimizer)
+        except RanksDisagree as error:
+            return str(error)
+        again, other = _made(rank, cut)
+        for group in other.param_groups:
+            group["lr"] = 9.0
+        checkpointer.load(1, again, other)
+    return [group["lr"] for group in other.param_groups]
+
+
+def test_groups_of_other_parameters_are_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """A tag has one cut, into which the options of the other do not go: the load would be refused."""
+    for message in gloo_ranks.run(saved, tmp_path, True):
+        assert "optim/0.weight, optim/1.weight" in message
+        assert "in a param group with other parameters than on rank 0" in message
+
+
+def test_groups_in_another_order_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank's own options, in its own order."""
+    assert [[0.1, 0.2], [0.1, 0.2], [0.2, 0.1], [0.1, 0.2]] == gloo_ranks.run(saved, tmp_path, False)
