@@ -64,12 +64,6 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path, options: dict[
     assert not (tmp_path / "out").exists()
 
 
-def test_a_size_that_experts_do_not_divide(golden: Path, tmp_path: Path) -> None:
-    """The data-parallel ranks share out the experts: their number is a multiple."""
-    source = saved(golden, "i_dp4_ep2_zero1_pt").directory / "step_3"
-    refused(InvalidArgument, "ep=2 must divide dp=3", source, tmp_path / "out")
-
-
 @pytest.mark.parametrize("offsets", [True, False], ids=["offsets kept", "offsets dropped"])
 @pytest.mark.parametrize("model", [True, False], ids=["with its model", "alone"])
 def test_an_expert_optimizer_that_nxds_converter_unsharded(
