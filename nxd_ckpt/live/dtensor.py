@@ -28,7 +28,7 @@ def is_dtensor(value: Any) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, in the same memory; any other tensor unchanged."""
-    if not is_dtensor(tensor):
+    if type(tensor) in PLAIN or not is_dtensor(tensor):
         return tensor
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]  # as to_local(), which takes 50 times as long
     local = local.wait() if hasattr(local, "wait") else local
