@@ -40,6 +40,7 @@ from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter, told_at_exit
+from nxd_ckpt.torch_dcp.subclasses import Targets, taken_apart
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
 
@@ -61,7 +62,8 @@ def save(
 
     Model and optimizer are found in the state dict, whatever their keys: the optimizer is what torch's
     ``get_optimizer_state_dict`` gives, the model what has tensors of its parameters' names, else what is under "model".
-    All else is user content; if it is more than 64 MiB of tensors, they are kept as the model's.
+    All else is user content; if it is more than 64 MiB of tensors, they are kept as the model's. Tensor subclasses are
+    saved as the tensors that they are made of.
 
     Args:
         state_dict: any state dict; of Stateful objects in it, what their ``state_dict()`` gives.
@@ -171,8 +173,9 @@ def load(
     if checkpoint_id is not None:
         reader.reset(checkpoint_id)
     plain = {key: _plain(state_dict[key]) for key in sorted(state_dict)}
-    _prepare(plain, reader)
-    torch_load(plain, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+    targets = _targets(plain, reader)
+    torch_load(targets.state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+    targets.settle(plain)
     for key, value in plain.items():
         if isinstance(state_dict[key], Stateful):
             state_dict[key].load_state_dict(value)
@@ -180,21 +183,29 @@ def load(
             state_dict[key] = value
 
 
-def _prepare(plain: dict[str, Any], reader: StorageReader) -> None:
-    """Make the state dict one that torch can load into. If a rank cannot, torch raises that on all ranks."""
+def _targets(plain: dict[str, Any], reader: StorageReader) -> Targets:
+    """The tensors that torch loads into. If a rank has none, its reader refuses, and torch raises that on all ranks."""
     reader.refusal = None
     try:
         if not (dist.is_available() and dist.is_initialized()):
             _allocate(plain)
         reader.usual = names_of(_items(plain), 0)
+        return Targets.of(plain, reader)
     except Exception as error:
         reader.refusal = error
+        return Targets(reader, plain)
 
 
 def _state_of(state_dict: dict[str, Any], writer: TorchStorageWriter) -> dict[str, Any]:
     if not isinstance(writer, StorageWriter):
         return state_dict
-    return {key: _plain(value) for key, value in state_dict.items()}
+    state = {key: _plain(value) for key, value in state_dict.items()}
+    writer.refusal = None
+    try:
+        return taken_apart(state)
+    except Exception as error:
+        writer.refusal = error  # torch raises it on all ranks
+        return state
 
 
 def _plain(value: Any) -> Any:

@@ -36,7 +36,7 @@ from nxd_ckpt.formats.assembly import box_of, cut_box
 from nxd_ckpt.formats.memory import allocated, distinct, repeats, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize
 from nxd_ckpt.live.dtensor import tell_autograd
-from nxd_ckpt.live.parameters import refuse_unsupported
+from nxd_ckpt.live.parameters import refuse_short
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.output.locations import Location, locate_input, location_of
 from nxd_ckpt.output.source import open_source
@@ -123,6 +123,15 @@ class StorageReader(TorchStorageReader):
             return self._metadata(self._open()[1])
         except (CheckpointError, OSError) as error:
             return _Unreadable(error)
+
+    def value(self, name: str) -> Any:
+        """Return a value that is no tensor, by DCP's name, or None. Raises the errors of opening the tag."""
+        return self._open()[1].holding(name).values.get(name, (None, None))[1]
+
+    def tensor(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Dtype and shape of a tensor by DCP's name; None where there is no such tensor."""
+        about = self._open()[1].holding(name).tensors.get(name)
+        return None if about is None else (torch_dtype(about.dtype), about.shape)
 
     def _metadata(self, states: _States) -> Metadata:
         state = states.listed
@@ -287,7 +296,7 @@ class _Delivery:
 
     def take(self, item: ReadItem, leaf: Assembly | torch.Tensor) -> None:
         target = self._planner.resolve_tensor(item).detach()
-        refuse_unsupported(item.storage_index.fqn, target)
+        refuse_short(item.storage_index.fqn, target)
         if tuple(target.shape) != tuple(leaf.shape):
             raise InvalidArgument(
                 f"{item.storage_index.fqn} has shape {tuple(leaf.shape)}, but the state dict has {tuple(target.shape)}"

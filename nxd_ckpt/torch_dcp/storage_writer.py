@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxd_ckpt.commit.session import open_session
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
@@ -47,7 +48,7 @@ from nxd_ckpt.formats.assembly import box_of
 from nxd_ckpt.formats.stored_tensors import read_tensor
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.formats.torch_zip import read_tree
-from nxd_ckpt.live.parameters import refuse_unsupported
+from nxd_ckpt.live.parameters import refuse_short
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
@@ -179,6 +180,8 @@ class StorageWriter(TorchStorageWriter):
         self._names = None if model_key is None or optim_key is None else DcpNames(model_key, optim_key)
         self.members: tuple[int, ...] | None = None
         """The ranks of the job that save, where that is not all of them: those of ``process_group``."""
+        self.refusal: Exception | None = None
+        """Why this rank cannot save, which torch raises on all ranks in place of saving."""
         self._rules = rules_of(num_kept_ckpts, retain)
         self.metrics = metrics
         self._overwrite, self._timeout, self._trust = overwrite, timeout, trust_pickle
@@ -202,6 +205,8 @@ class StorageWriter(TorchStorageWriter):
 
         Raises InvalidArgument for ``use_collectives=False``, since without collectives ranks cannot coordinate.
         """
+        if self.refusal is not None:
+            raise self.refusal
         if not kwargs.get("use_collectives", True):
             raise InvalidArgument(
                 "use_collectives=False lets each rank plan for itself, so replicas would be written several times; "
@@ -411,7 +416,12 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     value = planner.resolve_data(item)
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(f"{item.index.fqn}: planned as a tensor, but the planner gives {type(value).__name__}")
-    refuse_unsupported(item.index.fqn, value)
+    if is_traceable_wrapper_subclass(value):
+        raise UnsupportedState(
+            f"{item.index.fqn} is a {type(value).__module__}.{type(value).__qualname__}, of whose values only a plain "
+            "copy would be saved: save by nxd_ckpt.dcp.save, which saves the tensors that it is made of"
+        )
+    refuse_short(item.index.fqn, value)
     return value.detach()
 
 

@@ -37,5 +37,34 @@ class Coded(torch.Tensor):
         return func(*values, **(kwargs or {}))
 
 
-def coded() -> Coded:
-    return Coded(torch.arange(1, 5, dtype=torch.uint8), torch.tensor(0.5))
+class Doubled(torch.Tensor):
+    """Twice what it is made of, which is a :class:`Coded`."""
+
+    single: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, half: torch.Tensor) -> Doubled:
+        made: Doubled = torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=torch.float32, device=half.device)
+        made.single = half
+        return made
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["single"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Any], context: Any, size: Any, stride: Any) -> Doubled:
+        return cls(inner["single"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*[one.single * 2 if isinstance(one, Doubled) else one for one in args], **(kwargs or {}))
+
+
+def coded(count: int = 4, kind: str = "linear", start: int = 1) -> Coded:
+    return Coded(torch.arange(start, start + count, dtype=torch.uint8), torch.tensor(0.5), kind)
+
+
+def blank(count: int = 4, kind: str = "linear") -> Coded:
+    return Coded(torch.zeros(count, dtype=torch.uint8), torch.tensor(0.0), kind)

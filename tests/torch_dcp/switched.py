@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from nxd_ckpt import Checkpointer, dcp
 from tests.bad_input.live import Net
-from tests.torch_dcp.coded import coded
+from tests.torch_dcp.coded import Coded, blank, coded
 from tests.torch_dcp.ranks import gathered, picture, training
 from tests.torch_dcp.writing import fsdp2_job, whole
 
@@ -116,12 +116,38 @@ def onto_meta(rank: int, directory: Path) -> bool:
     return found == [gathered(model.state_dict())] * 2
 
 
+def sharded_codes(rank: int, directory: Path) -> list[Any]:
+    """What a low-bit optimizer keeps of a shard is each rank's own: back on the same mesh, refused on another."""
+    mesh = init_device_mesh("cpu", (2,))
+    own = coded(3 - rank, start=10 * rank + 1)
+    moment = DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,))
+    state: dict[str, Any] = {
+        "model": {"w": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])},
+        "optim": {"state": {"w": {"exp_avg": moment}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
+    }
+    dcp.save(state, checkpoint_id=directory / "codes")
+    target = DTensor.from_local(blank(3 - rank), mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,))
+    found: dict[str, Any] = {
+        "model": {"w": distribute_tensor(torch.zeros(5), mesh, [Shard(0)])},
+        "optim": {"state": {"w": {"exp_avg": target}}, "param_groups": [{"lr": 0.0, "params": []}]},
+    }
+    dcp.load(found, checkpoint_id=directory / "codes")
+    local = found["optim"]["state"]["w"]["exp_avg"].to_local()
+    assert isinstance(local, Coded)
+    alone = {"optim": {"state": {"w": {"exp_avg": torch.zeros(5)}}}}
+    try:
+        dcp.load(alone, checkpoint_id=directory / "codes")
+    except CheckpointException as error:
+        return [local.codes.tolist(), float(local.scale), told(error)]
+    return []
+
+
 def refused_on_one(rank: int, directory: Path) -> str:
-    """Rank 1 loads into a low-bit tensor: what both are told."""
+    """Rank 1 has a tensor of another class than was saved: what both are told."""
     if rank == 0:
-        dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=directory / "one", no_dist=True)
+        dcp.save({"model": {"w": coded()}}, checkpoint_id=directory / "one", no_dist=True)
     dist.barrier()
-    state: dict[str, Any] = {"model": {"w": torch.zeros(4) if rank == 0 else coded()}}
+    state: dict[str, Any] = {"model": {"w": blank(4) if rank == 0 else blank(5)}}
     try:
         dcp.load(state, checkpoint_id=directory / "one")
     except CheckpointException as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxd_ckpt import dcp, errors, list_checkpoints, load_checkpoint, save_checkpoint
+from nxd_ckpt import dcp, errors, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.bad_input.live import Net
 from tests.support.rank_pool import RankPool
 from tests.torch_dcp import switched
-from tests.torch_dcp.coded import coded
+from tests.torch_dcp.coded import Coded, Doubled, blank, coded
 from tests.torch_dcp.ranks import gathered, picture, training
 from tests.torch_dcp.writing import whole
 
@@ -201,19 +202,70 @@ def test_saves_are_tags_in_order(tmp_path: Path) -> None:
     assert (6, ["x"]) == (state["step"], [info.tag for info in list_checkpoints(tmp_path)])
 
 
-def test_subclasses_are_refused(tmp_path: Path) -> None:
-    """What is saved of a low-bit state would be no more than its values; so would what is loaded into it."""
-    refused = r"model.w is a .*Coded, expected a plain dense tensor"
-    for writes in (
-        lambda state: dcp.save(state, checkpoint_id=tmp_path / "step_1"),
-        lambda state: save(state, storage_writer=StorageWriter(tmp_path, "step_1")),
-    ):
-        with pytest.raises(CheckpointException, match=refused):
-            writes({"model": {"w": coded()}})
+def test_subclasses_come_back_as_what_they_were(tmp_path: Path) -> None:
+    """In model, optimizer, lists and below other subclasses: into their like in place, or in a plain tensor's place."""
+    state: dict[str, Any] = {
+        "model": {"w": coded(4), "plain": torch.ones(2), "deep": {"twice": Doubled(coded(3)), "n": 5}},
+        "optim": {"state": {"w": {"exp_avg": coded(4, "log"), "step": torch.tensor(2.0)}}},
+        "lists": [coded(2), 3],
+    }
+    state["optim"]["param_groups"] = [{"lr": 0.1, "params": ["w"]}]
+    dcp.save(state, checkpoint_id=tmp_path / "step_1")
+    target = blank(4)
+    found: dict[str, Any] = {
+        "model": {"w": target, "plain": torch.zeros(2), "deep": {"twice": torch.zeros(3), "n": 0}},
+        "optim": {"state": {"w": {"exp_avg": torch.zeros(4), "step": torch.tensor(0.0)}}},
+        "lists": [blank(2), 0],
+    }
+    found["optim"]["param_groups"] = [{"lr": 0.0, "params": []}]
+    deep = found["model"]["deep"]
+    dcp.load(found, checkpoint_id=tmp_path / "step_1")
+    assert found["model"]["w"] is target
+    assert found["model"]["deep"] is deep
+    assert ([1, 2, 3, 4], 0.5) == (target.codes.tolist(), float(target.scale))
+    twice, moment, listed = deep["twice"], found["optim"]["state"]["w"]["exp_avg"], found["lists"][0]
+    assert isinstance(twice, Doubled)
+    assert isinstance(twice.single, Coded)
+    assert ([1, 2, 3], 5) == (twice.single.codes.tolist(), deep["n"])
+    assert isinstance(moment, Coded)
+    assert ([1, 2, 3, 4], "log") == (moment.codes.tolist(), moment.kind)
+    assert ([1, 2], 3) == (listed.codes.tolist(), found["lists"][1])
+    assert ([1.0, 1.0], 2.0) == (found["model"]["plain"].tolist(), float(found["optim"]["state"]["w"]["step"]))
+    assert 0.1 == found["optim"]["param_groups"][0]["lr"]
+    assert [1, 2, 3, 4] == open_checkpoint(tmp_path).read("model/w|codes").tolist()
+
+
+def test_other_subclasses_than_saved_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and nothing is changed: another kind or shape, plain for coded and coded for plain, an absent class."""
+    dcp.save({"model": {"w": coded(4), "plain": torch.ones(2)}}, checkpoint_id=tmp_path / "step_1")
+    for name, there in (("w", blank(4, "log")), ("w", blank(5)), ("plain", blank(2)), ("w", torch.zeros(5))):
+        other = torch.zeros(2)
+        state = {"model": {"plain": other, name: there}}
+        assert f"model.{name} was saved as" in refusal(state, tmp_path / "step_1")
+        assert not other.any()
+    monkeypatch.delitem(sys.modules, Coded.__module__)
+    assert f"a {Coded.__module__}.Coded, and no imported" in refusal(
+        {"model": {"w": torch.zeros(4)}}, tmp_path / "step_1"
+    )
+    like = blank(4)
+    dcp.load({"model": {"w": like}}, checkpoint_id=tmp_path / "step_1")
+    assert [1, 2, 3, 4] == like.codes.tolist()
+
+
+def test_a_bare_writer_refuses_subclasses(tmp_path: Path) -> None:
+    """torch's ``save`` gives it no more than their values, which used to be saved as if they were all."""
+    with pytest.raises(CheckpointException, match=r"model.w is a .*Coded.*nxd_ckpt.dcp.save"):
+        save({"model": {"w": coded()}}, storage_writer=StorageWriter(tmp_path, "step_1"))
     assert [] == [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
-    dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=tmp_path / "step_1")
-    with pytest.raises(CheckpointException, match=refused):
-        dcp.load({"model": {"w": coded()}}, checkpoint_id=tmp_path / "step_1")
+
+
+def test_subclasses_of_shards_are_each_ranks_own(tmp_path: Path, pair: RankPool) -> None:
+    """Uneven shards, back in place on the same mesh; what is no shard is told the mesh."""
+    first, second = pair.run(switched.sharded_codes, tmp_path)
+    assert ([1, 2, 3], 0.5, [11, 12], 0.5) == (*first[:2], *second[:2])
+    assert all(
+        "optim.state.w.exp_avg was saved as" in found[2] and "mesh of [2]" in found[2] for found in (first, second)
+    )
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse()], ids=["meta", "sparse"])
@@ -225,5 +277,5 @@ def test_a_tensor_that_torch_cannot_copy_is_named(tmp_path: Path, tensor: torch.
 
 
 def test_what_one_rank_refuses_all_hear(tmp_path: Path, pair: RankPool) -> None:
-    """A low-bit tensor on one rank ends the load on both."""
-    assert all("model.w is a" in words for words in pair.run(switched.refused_on_one, tmp_path))
+    """A class that differs on one rank ends the load on both."""
+    assert all("model.w was saved as" in words for words in pair.run(switched.refused_on_one, tmp_path))

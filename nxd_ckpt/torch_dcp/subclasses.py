@@ -1,0 +1,293 @@
+"""Tensor subclasses in a state dict that torch DCP saves or loads, such as torchao's low-bit states and float8 weights.
+
+A tensor that offers torch's ``__tensor_flatten__`` is saved as the tensors that it is made of, beside a record of its
+class. ``exp_avg`` becomes ``exp_avg|codes``, ``exp_avg|scale`` and ``exp_avg|class``. If it is a DTensor's shard, the
+rank's number is in the names, ``exp_avg|3|codes``: no other rank can do anything with it.
+
+A load puts these tensors into those of a tensor of the same class. Where a plain tensor stands in the state dict, a
+tensor of the saved class takes its place; its class is looked for among imported modules only, because a checkpoint
+must not choose what code runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import is_not
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nxd_ckpt.errors import MalformedFile, UnsupportedState
+
+_CLASS = "class"
+
+
+class Saved(Protocol):
+    """The part of a StorageReader that subclasses need."""
+
+    def value(self, name: str) -> Any: ...
+
+    def tensor(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None: ...
+
+
+def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with what subclasses are made of in their place; other values are those of ``state``.
+
+    Raises UnsupportedState for a class that does not say what it is made of.
+    """
+    return dict(_apart(state))
+
+
+def _apart(value: Any) -> Any:
+    """``value`` itself where there is no subclass in it."""
+    if isinstance(value, Mapping):
+        items: dict[Any, Any] = {}
+        for key, child in value.items():
+            items |= _named(key, child) if _is_subclass(child) else {key: _apart(child)}
+        return items if items.keys() != value.keys() or any(items[key] is not value[key] for key in items) else value
+    if type(value) is list:
+        children = [_named("", child) if _is_subclass(child) else _apart(child) for child in value]
+        return children if any(map(is_not, children, value)) else value
+    return value
+
+
+def _named(key: Any, tensor: torch.Tensor) -> dict[str, Any]:
+    head = _head(key, tensor)
+    return {**{f"{head}{name}": inner for name, inner in _inner(tensor)}, f"{head}{_CLASS}": _record(tensor)}
+
+
+def _head(key: Any, tensor: torch.Tensor) -> str:
+    return f"{key}|{dist.get_rank()}|" if isinstance(tensor, DTensor) else f"{key}|"
+
+
+def _is_subclass(value: Any) -> bool:
+    if isinstance(value, DTensor):
+        return _is_subclass(value._local_tensor)
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not _is_pending(value)
+
+
+def _is_pending(value: torch.Tensor) -> bool:
+    """Return whether it is the result of a collective that is under way, and no subclass of its own."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return isinstance(value, AsyncCollectiveTensor)
+
+
+def _inner(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that it is made of, by name."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    for name in local.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        child = getattr(local, name)
+        if _is_subclass(child):
+            yield from ((f"{name}|{below}", plain) for below, plain in _inner(child))
+        else:
+            yield name, child.detach()
+
+
+def _record(tensor: torch.Tensor) -> str:
+    """Class, shape and context, as JSON: equal for tensors that may take each other's place."""
+    if isinstance(tensor, DTensor):
+        at = {"mesh": list(tensor.device_mesh.mesh.shape), "placements": list(map(str, tensor.placements))}
+        return json.dumps({**_about(tensor._local_tensor), **at, "whole": list(tensor.shape)}, sort_keys=True)
+    return json.dumps(_about(tensor), sort_keys=True)
+
+
+def _about(tensor: Any) -> dict[str, Any]:
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    return {
+        "module": type(tensor).__module__,
+        "class": type(tensor).__qualname__,
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "context": _plain(context),
+        "inner": {name: _about(child) if _is_subclass(child) else None for name, child in inner.items()},
+    }
+
+
+def _class_name(of: type) -> str:
+    return f"{of.__module__}.{of.__qualname__}"
+
+
+def _plain(value: Any) -> Any:
+    """A context as JSON; what has no form there is compared by its class and, if that says what it is, its repr."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (tuple, list, torch.Size):
+        return {type(value).__name__: list(map(_plain, value))}
+    if type(value) is dict:
+        return {"dict": [[_plain(key), _plain(child)] for key, child in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    text = repr(value)
+    return {"other": _class_name(type(value)) if " at 0x" in text else f"{_class_name(type(value))}: {text}"}
+
+
+def _from_plain(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {_from_plain(key): _from_plain(child) for key, child in content}
+    if kind == "dtype":
+        return getattr(torch, content)
+    if kind not in _SEQUENCES:
+        raise UnsupportedState(f"a part of what it is made by, {content}, is not in the checkpoint")
+    return _SEQUENCES[kind](map(_from_plain, content))
+
+
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "Size": torch.Size}
+
+
+@dataclass
+class Targets:
+    """A state dict with subclasses, as what torch loads into: ``state`` has the tensors that they are made of."""
+
+    saved: Saved
+    state: dict[str, Any] = field(default_factory=dict)
+    _made: list[tuple[Any, Any, Any]] = field(default_factory=list)  # container, key, tensor to put there
+
+    @staticmethod
+    def of(state: dict[str, Any], saved: Saved) -> Targets:
+        """Raises UnsupportedState for what is saved as another class, or cut otherwise, than it is here."""
+        targets = Targets(saved)
+        targets.state = targets._opened(state, ())
+        return targets
+
+    def settle(self, state: dict[str, Any]) -> None:
+        """Put what was loaded into the state dict that the caller gave."""
+        _settle(self.state, state)
+        for container, key, tensor in self._made:
+            container[key] = tensor
+
+    def _opened(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(value, Mapping):
+            items: dict[Any, Any] = {}
+            for key, child in value.items():
+                items |= self._child(value, key, key, child, path)
+            same = items.keys() == value.keys() and all(items[key] is value[key] for key in items)
+            return value if same and path else items
+        if type(value) is list:
+            opened = []
+            for index, child in enumerate(value):
+                entries = self._child(value, index, "", child, (*path, index))
+                opened.append(entries[""] if entries.keys() == {""} else entries)
+            return opened if any(map(is_not, opened, value)) else value
+        return value
+
+    def _child(self, container: Any, key: Any, head: Any, child: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
+        if not isinstance(child, torch.Tensor):
+            return {head: self._opened(child, (*path, head) if head != "" or not path else path)}
+        name = ".".join(map(str, (*path, head)))
+        record = self.saved.value(f"{name}|{_CLASS}")
+        if not _is_subclass(child):
+            if record is None:
+                self._refuse_shards(name, child)
+                return {head: child}
+            made, entries = self._new(name, record, child)
+            self._made.append((container, key, made))
+            return {f"{head}|{inner}": plain for inner, plain in entries.items()} | {f"{head}|{_CLASS}": ""}
+        own = _head(name, child)
+        live, saved = _record(child), self.saved.value(f"{own}{_CLASS}")
+        if live != saved:
+            raise UnsupportedState(_difference(name, live, saved or record))
+        return {f"{_head(head, child)}{inner}": plain for inner, plain in _inner(child)} | {
+            f"{_head(head, child)}{_CLASS}": ""
+        }
+
+    def _refuse_shards(self, name: str, child: torch.Tensor) -> None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        for number in {rank, 0}:
+            saved = self.saved.value(f"{name}|{number}|{_CLASS}")
+            if saved is not None:
+                raise UnsupportedState(_difference(name, None, saved, type(child)))
+
+    def _new(self, name: str, record: str, instead_of: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A tensor of the saved class, made of the tensors that are to be loaded."""
+        about = _read(record, name)
+        if isinstance(instead_of, DTensor) or tuple(instead_of.shape) != tuple(about["shape"]):
+            raise UnsupportedState(_difference(name, None, record, type(instead_of)))
+        device = instead_of.device if instead_of.device.type != "meta" else torch.device("cpu")
+        entries: dict[str, torch.Tensor] = {}
+        made = self._made_of(name, about, "", entries, device)
+        return made, entries
+
+    def _made_of(self, name: str, about: Any, below: str, entries: dict[str, torch.Tensor], device: Any) -> Any:
+        of = _class_of(about, name)
+        inner = {}
+        for key, child in about["inner"].items():
+            if child is not None:
+                inner[key] = self._made_of(name, child, f"{below}{key}|", entries, device)
+                continue
+            form = self.saved.tensor(f"{name}|{below}{key}")
+            if form is None:
+                raise MalformedFile(f"{name}: the checkpoint has no {below}{key} of this {_class(about)}")
+            inner[key] = entries[f"{below}{key}"] = torch.empty(form[1], dtype=form[0], device=device)
+        try:
+            context = _from_plain(about["context"])
+        except UnsupportedState as error:
+            raise UnsupportedState(
+                f"{name} was saved as {_class(about)}; {error}: put a tensor of that class into the state dict"
+            ) from None
+        return of.__tensor_unflatten__(inner, context, tuple(about["shape"]), tuple(about["stride"]))
+
+
+def _settle(loaded: Any, target: Any) -> None:
+    """Put values and tensors of no subclass into ``target``, if a copy of their container was loaded into."""
+    if loaded is target:
+        return
+    for key in target if isinstance(target, Mapping) else range(len(target)):
+        if isinstance(target, Mapping) and key not in loaded:
+            continue
+        child = loaded[key]
+        if isinstance(target[key], (Mapping, list)) and isinstance(child, type(target[key])):
+            _settle(child, target[key])
+        elif isinstance(child, torch.Tensor) or not isinstance(target[key], torch.Tensor):
+            target[key] = child  # a tensor too, where torch made one in place of a meta tensor
+
+
+def _class_of(about: Any, tensor: str) -> Any:
+    kind: Any = sys.modules.get(about["module"])
+    for part in about["class"].split("."):
+        kind = getattr(kind, part, None)
+    if isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__"):
+        return kind
+    raise UnsupportedState(
+        f"{tensor} was saved as a {_class(about)}, and no imported module has this class: import it before the load, "
+        f"or leave {tensor} out of the state dict"
+    )
+
+
+def _class(about: Any) -> str:
+    return f"{about['module']}.{about['class']}"
+
+
+def _read(record: Any, name: str) -> Any:
+    try:
+        about = json.loads(record)
+        kinds = {"module": str, "class": str, "shape": list, "stride": list, "inner": dict}
+        if not all(isinstance(about[key], kind) for key, kind in kinds.items()) or "context" not in about:
+            raise TypeError("another form")
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedFile(f"{name}|{_CLASS} does not describe a tensor: {record!s:.100}") from error
+    return about
+
+
+def _difference(name: str, live: str | None, saved: str | None, plain: type | None = None) -> str:
+    """Why the saved tensor cannot be loaded into the live one, by their records."""
+    expected = "a plain tensor" if saved is None else _described(_read(saved, name))
+    shown = _class_name(plain or torch.Tensor) if live is None else _described(_read(live, name))
+    return f"{name} was saved as {expected}, and the state dict has {shown}: make both the same, on the same mesh"
+
+
+def _described(about: Any) -> str:
+    mesh = f" on a mesh of {about['mesh']}, {', '.join(about['placements'])}" if "mesh" in about else ""
+    return (
+        f"{_class(about)} of shape {about.get('whole', about['shape'])}{mesh} (made by {json.dumps(about['context'])})"
+    )
