@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whol
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
 from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
+    find_ties,
     has_address,
     materialize,
     memory_for,
@@ -286,7 +286,7 @@ class ModelAdapter:
         for name, tensor in self._tensors.items():
             if not (tensor.is_meta and self._may_be_meta) or is_dtensor(tensor):
                 refuse_unsupported(f"model/{name}", tensor)
-        return _find_ties(self._tensors, self._begins)
+        return find_ties(self._tensors, self._begins)
 
     @cached_property
     def tied(self) -> dict[str, list[str]]:
@@ -568,19 +568,6 @@ def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _is_extra_state(name: str) -> bool:
     return name.endswith(_EXTRA_STATE) and name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _find_ties(tensors: Mapping[str, torch.Tensor], begins: Mapping[str, int]) -> dict[str, str]:
-    """Map every name whose memory has several names to the first of them.
-
-    Most ``begins`` where no other one does, by one quick look. Tensors of other classes have none: one of these may
-    share memory with any.
-    """
-    alike = Counter(begins.values())
-    memory = {name: memory_of(tensor) for name, tensor in tensors.items() if alike[0] or alike[begins[name]] > 1}
-    times = Counter(memory.values())
-    first = {place: name for name, place in reversed(memory.items())}
-    return {name: first[place] for name, place in memory.items() if times[place] > 1}
 
 
 def _check_form(name: str, saved: Any, live: Any) -> None:

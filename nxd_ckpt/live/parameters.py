@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -79,6 +80,19 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
         seen = tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
         place = local.device, local.data_ptr(), local.dtype, seen
     return place if local is tensor else ("local", place)
+
+
+def find_ties(tensors: Mapping[str, torch.Tensor], begins: Mapping[str, int]) -> dict[str, str]:
+    """Map every name whose memory has several names to the first of them.
+
+    Most ``begins`` where no other one does, by one quick look. Tensors of other classes have none: one of these may
+    share memory with any.
+    """
+    alike = Counter(begins.values())
+    memory = {name: memory_of(tensor) for name, tensor in tensors.items() if alike[0] or alike[begins[name]] > 1}
+    times = Counter(memory.values())
+    first = {place: name for name, place in reversed(memory.items())}
+    return {name: first[place] for name, place in memory.items() if times[place] > 1}
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
