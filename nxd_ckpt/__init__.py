@@ -165,6 +165,10 @@ _MEANT = {
     "async_save": "save_checkpoint(async_save=True), or nxd_ckpt.dcp.async_save()",
     "wait": "finalize_checkpoint()",
     "close": "close_checkpointers()",
+    "restore": "load_checkpoint()",
+    "CheckpointManager": "Checkpointer",
+    "list": "list_checkpoints()",
+    "verify": "verify_checkpoint() of nxd_ckpt.verify, which is imported by its own name",
 }
 
 if not TYPE_CHECKING:  # a type checker should still see that a name is misspelt

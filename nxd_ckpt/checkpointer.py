@@ -42,6 +42,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.choosing import name_of
+from nxd_ckpt.tag.directory import other_content
 from nxd_ckpt.tag.listing import best_of, steps_of
 from nxd_ckpt.tiers.tiers import Tiers
 
@@ -240,7 +241,8 @@ class Checkpointer(ClosesUnheld):
             self._request(agreement, objects, options, "load_latest").checked()
             if not self._places.have_checkpoint(agreement, lasting=self._session is not None):
                 if self.topology.rank == 0:
-                    logger.warning("%s: there is no checkpoint: the run begins at step %d", self.storage.url, default)
+                    url, others = self.storage.url, other_content(self.storage)
+                    logger.warning("%s: there is no checkpoint: the run begins at step %d%s", url, default, others)
                 return default
         loaded = self.load_objects(None, objects, options, lasting=True)
         content = loaded.user_content

@@ -41,7 +41,7 @@ def _lines(document: dict[str, Any], width: int | None) -> Iterator[str]:
     if not tags:
         yield f"{document['directory']}: {document['note']}"
         return
-    complete = sum(tag["complete"] for tag in tags)
+    complete = sum(tag["complete"] and not tag["problems"] for tag in tags)
     yield f"{document['directory']}: {units.count(len(tags), 'tag')}, {complete} complete"
     head = ["TAG", "STATE", "SAVED (UTC)", "SIZE", "TOPOLOGY", "BY", "AGE", "PARTS"]
     rows = [_row(tag) for tag in tags]
@@ -71,6 +71,8 @@ def _metrics(metrics: Mapping[str, float | None], shown: int | None) -> str:
 def _row(tag: dict[str, Any]) -> list[str]:
     is_dated = tag["order_time"] is not None
     state = "latest" if tag["latest"] else "complete" if tag["complete"] else "incomplete"
+    if tag["problems"]:
+        state = "latest, unreadable" if tag["latest"] else "unreadable"
     return [
         _name(tag),
         f"{state}, pinned" if tag["pinned"] else state,
@@ -93,9 +95,10 @@ LIST = Command(
     summary="list the checkpoints in a directory",
     description=(
         "List the tags in a checkpoint directory, oldest first, in the order in which they became visible, including "
-        "tags of neuronx-distributed 0.1 to 0.18, whose SAVED is the time of their file 'done'. For incomplete tags, "
-        "which no load accepts, it shows what they lack. Metrics are those that were passed to the save. Columns that "
-        "do not fit the terminal are left out."
+        "tags of neuronx-distributed 0.1 to 0.18, whose SAVED is the time of their file 'done'. A tag is complete if "
+        "its save ended; whether bytes changed since, verify tells. For incomplete tags, which no load accepts, it "
+        "shows what they lack. Metrics are those that were passed to the save. Columns that do not fit the terminal "
+        "are left out."
     ),
     operands=(("DIR", "what is passed to save_checkpoint: a directory or URL"),),
     switches={"--wide": "show all columns, whatever the width of the terminal"},

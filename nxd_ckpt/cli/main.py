@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from nxd_ckpt.cli import text, writers
 from nxd_ckpt.cli.command import TEMPLATES, Command
@@ -45,6 +45,10 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return f"example: {self._example}\n\n{super().format_help()}"
 
+    def error(self, message: str) -> NoReturn:
+        """Exit with the message, and a line that is right; the usage of some commands would fill the screen."""
+        self.exit(2, f"{self.prog}: error: {message}\nexample: {self._example} ({self.prog} --help shows all)\n")
+
 
 class _WholeParser(_Parser):
     """Parser of the whole command line, whose help lists the commands by what they are for."""
@@ -66,6 +70,19 @@ class _WholeParser(_Parser):
         formatter.add_text(self.epilog)
         return f"example: {self._example}\n\n{formatter.format_help()}"
 
+
+_MEANT = {
+    "help": "--help",
+    "show": "inspect",
+    "info": "inspect",
+    "check": "verify",
+    "export": "convert",
+    "import": "convert",
+    "copy": "cp",
+    "remove": "rm",
+    "delete": "rm",
+}
+"""Words that are no commands, each with the one that does what they say."""
 
 _PIPE_CLOSED = 128 + 13
 _INTERRUPTED = 128 + 2
@@ -128,7 +145,7 @@ def _main(argv: Sequence[str] | None) -> int:
             sys.stdout.flush()
             return code
     except argparse.ArgumentTypeError as error:
-        parser.error(str(error))
+        single[command.name].error(str(error))
     except BrokenPipeError:
         # The reader of our output stopped, as `head` does. Buffered output must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -145,7 +162,9 @@ def _parsed(
 ) -> argparse.Namespace:
     """Parse the command line. For a wrong one, exit with the names that may have been meant."""
     if words[0] not in single and not words[0].startswith("-"):
-        parser.error(f"there is no command {listed(words[:1], list(single))}; the commands are {', '.join(single)}")
+        meant = _MEANT.get(words[0])
+        named = listed(words[:1], list(single)) if meant is None else f"{words[0]!r} (did you mean {meant!r}?)"
+        parser.error(f"there is no command {named}; the commands are {', '.join(single)}")
     if words[0] not in single:
         parser.parse_args(words)  # --help and --version end here, and all else is wrong
     used = single[words[0]]

@@ -122,6 +122,7 @@ VERIFY = Command(
         ("TAG?", "which one (default: the latest complete one)"),
     ),
     switches={"--all": "verify every complete tag in DIR, oldest first"},
+    other_names={"--tag": "DIR TAG"},
     quiet=True,
     run=_run,
 )

@@ -18,9 +18,17 @@ from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.errors import InvalidArgument
 
 _OURS = {
+    "async_": "async_save",
+    "asynchronous": "async_save",
     "checkpoint_dir_str": "path",
+    "interval": "every",
+    "keep": "num_kept_ckpts",
+    "keep_latest_k": "num_kept_ckpts",
     "max_shard_size": "size_per_shard",
     "max_to_keep": "num_kept_ckpts",
+    "num_kept": "num_kept_ckpts",
+    "save_every": "every",
+    "save_interval": "every",
     "save_interval_steps": "every",
     "save_top_k": "retain",
     "save_total_limit": "num_kept_ckpts",

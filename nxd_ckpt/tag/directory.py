@@ -36,7 +36,7 @@ from nxd_ckpt.core.names import (
 from nxd_ckpt.core.other_files import known_by_name
 from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.core.tags import TagInfo
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
 from nxd_ckpt.storage.base import DirEntry, ListedFile, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
@@ -151,14 +151,21 @@ def require_directory(storage: Storage, key: str = "", what: str = "checkpoint d
 
 
 def _meant(storage: Storage, key: str) -> str:
-    """Return a question that names the most similar neighbour of what does not exist; "" if there is none."""
+    """Return a question that names what may be meant by a directory that does not exist; "" if there is nothing.
+
+    On a file system that is one of its name a level below, as if a tag is named without its directory. Otherwise it is
+    the most similar neighbour.
+    """
+    looks_below = not key
     if not key:
         if not isinstance(storage, LocalStorage):
             return ""
         storage, key = LocalStorage(storage.root.parent), storage.root.name
     above, _, name = key.rpartition("/")
     try:
-        close = closest(name, [entry.name for entry in storage.list(above) if entry.is_dir])
+        beside = [entry.name for entry in storage.list(above) if entry.is_dir]
+        below = (f"{folder}/{name}" for folder in beside if looks_below and storage.is_dir(f"{folder}/{name}"))
+        close = next(below, None) or closest(name, beside)
     except (OSError, MalformedFile):
         return ""
     return "" if close is None else f"; did you mean {'/'.join(filter(None, (storage.url.rstrip('/'), above, close)))}?"
@@ -178,8 +185,13 @@ def tag_around(storage: Storage) -> str | None:
 
 def is_tag(storage: Storage) -> bool:
     """True if the directory itself is a complete tag: with both of NxD's markers, or with an index and manifest."""
+    return storage.is_file(DONE) and _is_begun(storage)
+
+
+def _is_begun(storage: Storage) -> bool:
+    """True if the directory itself is a tag, complete or not."""
     return any(
-        storage.is_file(file) and storage.is_file(DONE) and any(map(storage.is_dir, folders))
+        storage.is_file(file) and any(map(storage.is_dir, folders))
         for file, folders in ((MANIFEST, (INDEX_DIR,)), (MARKER, (MODEL_DIR, OPTIMIZER_DIR)))
     )
 
@@ -319,6 +331,15 @@ def describe_incomplete(storage: Storage) -> str:
     return f"it holds {first_of(lines)}"
 
 
+def other_content(storage: Storage) -> str:
+    """Return what a directory without tags is itself, or holds further below, to end a warning; "" if neither."""
+    try:
+        kind = _describe_other_kind(storage) or described_below(storage) if storage.is_dir("") else None
+    except (OSError, CheckpointError):
+        kind = None
+    return "" if kind is None else f", but {kind}"
+
+
 def _describe_other_kind(storage: Storage) -> str | None:
     """Describe a directory that is no directory of tags, with the call that reads it; None if it is unknown."""
     url = storage.url.rstrip("/")
@@ -328,6 +349,11 @@ def _describe_other_kind(storage: Storage) -> str | None:
             f"it is itself a tag: load_checkpoint({url!r}) loads it, nxd-ckpt inspect {url} shows it, and nxd-ckpt "
             f"list {directory} lists its directory"
         )
+    around = tag_around(storage)
+    if around is not None:
+        return f"it is a part of the tag {around}: name that"
+    if _is_begun(storage):
+        return f"it is itself a tag, and incomplete: it has no {DONE!r} marker, its save was interrupted"
     return described({entry.name for entry in storage.list() if not entry.is_dir}, url)
 
 

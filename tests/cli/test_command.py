@@ -69,12 +69,14 @@ def test_a_closed_output_is_no_error(examples: Path) -> None:
     ids=" ".join,
 )
 def test_a_wrong_command_line_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, and the usage on stderr."""
+    """Exit code 2; on stderr what is wrong, and a line that is right."""
     with pytest.raises(SystemExit) as exited:
         main(arguments)
     assert 2 == exited.value.code
     out, err = capsys.readouterr()
-    assert ("", True) == (out, err.startswith("usage: nxd-ckpt"))
+    assert ("", True) == (out, err.startswith("nxd-ckpt"))
+    assert ": error: " in err
+    assert "example: nxd-ckpt " in err
 
 
 @pytest.mark.parametrize("command", LOOKING)
@@ -249,23 +251,29 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    ("line", "usage", "error"),
+    ("line", "error", "example"),
     [
-        (["inspct", "run"], "nxd-ckpt [-h]", "no command 'inspct' (did you mean 'inspect'?); the commands are list, "),
-        (["verify", "run", "--qiet"], "nxd-ckpt verify", "unrecognized arguments: '--qiet' (did you mean '--quiet'?)"),
+        (["inspct", "run"], "no command 'inspct' (did you mean 'inspect'?); the commands are list, ", "list run1"),
+        (["show", "run"], "no command 'show' (did you mean 'inspect'?)", "list run1"),
+        (["help", "verify"], "no command 'help' (did you mean '--help'?)", "list run1"),
+        (["verify", "run", "--qiet"], "unrecognized arguments: '--qiet' (did you mean '--quiet'?)", "verify run1"),
+        (["verify", "--tag", "t", "run"], "'--tag' (did you mean 'DIR TAG'?)", "verify run1"),
+        (["diff", "run", "a", "b"], "unrecognized arguments: 'b'", "diff run1/step_200 run1/step_300"),
+        (["prune", "run"], "error: give rules, ", "prune run1 --last 3"),
     ],
-    ids=["command", "option"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_misspelt_is_suggested(
-    line: list[str], usage: str, error: str, capsys: pytest.CaptureFixture[str]
+    line: list[str], error: str, example: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the usage of the command that was meant."""
+    """In a few lines, with an example of the command, however many options that has."""
     with pytest.raises(SystemExit) as exited:
         main(line)
     said = capsys.readouterr().err
     assert 2 == exited.value.code
-    assert said.startswith(f"usage: {usage}")
     assert error in said
+    assert f"example: nxd-ckpt {example}" in said
+    assert 2 == said.count("\n")
 
 
 def test_the_help_groups_all_commands(capsys: pytest.CaptureFixture[str]) -> None:

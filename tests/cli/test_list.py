@@ -154,6 +154,23 @@ def test_a_tag_is_no_directory_of_tags(run: Run, examples: Path) -> None:
     assert f"nxd-ckpt list {examples} lists its directory" in outcome.err
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_what_is_no_directory_of_tags_is_named(run: Run, copied: Path, command: str) -> None:
+    """A directory in a tag, an incomplete tag, and a tag's name without its directory."""
+    assert f"it is a part of the tag {copied}/zero1: name that" in run(command, copied / "zero1" / "model").err
+    (copied / "zero1" / "done").unlink()
+    said = run(command, copied / "zero1").err
+    assert "it is itself a tag, and incomplete: it has no 'done' marker, its save was interrupted" in said
+    assert f"does not exist; did you mean {copied}/cut?" in run(command, copied.parent / "cut").err
+
+
+def test_tags_further_below_are_named_first(run: Run, copied: Path) -> None:
+    """Before checkpoints of others."""
+    (copied.parent / "a").mkdir()
+    (copied.parent / "a" / "model.pt").write_bytes(b"")
+    assert f"it holds '{copied.name}': it holds tags: nxd-ckpt list {copied}" in run("list", copied.parent).out
+
+
 def test_a_damaged_tag_does_not_hide_the_others(run: Run, copied: Path) -> None:
     """Its row says what is wrong, and the others are as before."""
     (copied / "zero1" / "manifest.json").write_bytes(b"{")
@@ -162,7 +179,10 @@ def test_a_damaged_tag_does_not_hide_the_others(run: Run, copied: Path) -> None:
     assert problem.startswith(f"{copied}/zero1/manifest.json: not valid JSON")
     assert (None, None) == (tags["zero1"]["topology"], tags["zero1"]["parts"])
     assert [[], []] == [tags[name]["problems"] for name in ("z_plain", "cut")]
-    assert f"zero1: {problem}" in run("list", copied).out.splitlines()
+    lines = run("list", copied).out.splitlines()
+    assert f"zero1: {problem}" in lines
+    assert {"z_plain": "complete", "zero1": "unreadable", "cut": "latest"} == states(lines)
+    assert f"{copied}: 3 tags, 2 complete" == lines[0]
 
 
 def test_a_replacement_that_a_crash_interrupted_hides_no_tag(run: Run, copied: Path) -> None:

@@ -112,7 +112,7 @@ def described_below(storage: Storage) -> str | None:
             folders = (entry.name for entry in entries if entry.is_dir and not entry.name.startswith("."))
             waiting.extend(f"{key}/{name}" if key else name for name in folders)
     texts = []
-    for kind, places in found.items():
+    for kind, places in sorted(found.items(), key=lambda item: item[0] is not _TAG):
         more = f" (and {len(places) - 1} more like it)" if len(places) > 1 else ""
         text = kind.text.format(url=f"{storage.url.rstrip('/')}/{places[-1]}")
         texts.append(f"{places[-1]!r}{more}: {text}")
