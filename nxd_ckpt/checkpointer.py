@@ -24,6 +24,7 @@ from nxd_ckpt.coordination.stopping import Schedule
 from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.tags import Tag, step_of, validate_tag
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.formats.state import SaveState
@@ -90,8 +91,9 @@ class Checkpointer(ClosesUnheld):
         job = JobOptions.of(options)
         self._options = chosen = job.shared
         self._places = Tiers(path, tiers, storage, chosen, job.retention.rules)
-        self.storage, self.tiers = self._places.first, self._places.tiers
-        self.topology = topology_of(chosen.topology, chosen.process_group)
+        self.storage: Storage = self._places.first
+        self.tiers: tuple[Tier, ...] = self._places.tiers
+        self.topology: Topology = topology_of(chosen.topology, chosen.process_group)
         self._counter = 0
         self._session: Session | None = None
         self.resumed_from: str | None = None

@@ -60,7 +60,7 @@ __all__ = [
 
 ResultT = TypeVar("ResultT")
 
-pid = os.getpid
+pid: Callable[[], int] = os.getpid
 
 _NICENESS = 10
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}

@@ -65,7 +65,8 @@ class AttemptVotes:
     """The votes and the verdict of one attempt on disk."""
 
     def __init__(self, storage: Storage, attempt: str, news: News | None = None) -> None:
-        self._storage, self.attempt, self._news = storage, attempt, news or News()
+        self.attempt: str = attempt
+        self._storage, self._news = storage, news or News()
 
     def open(self, tag: str) -> None:
         """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""

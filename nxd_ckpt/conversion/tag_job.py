@@ -85,7 +85,7 @@ class Input:
         self._storage = storage
         self._model = None
         if job.imported is None:
-            self.opened = job.source.open()
+            self.opened: OpenTag = job.source.open()
         else:
             self.opened, self._model = open_as_tag(job.source.place, job.imported)
         self.opened.require_save(job.save)

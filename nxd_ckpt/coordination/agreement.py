@@ -109,7 +109,8 @@ class Words:
 
         ``passed`` returns whether a rank is known to have gone on without the call.
         """
-        self.store, self._rank, self._timeout, self._gone, self._call = store, rank, timeout, gone, call
+        self.store: Any = store
+        self._rank, self._timeout, self._gone, self._call = rank, timeout, gone, call
         self._passed = passed
         self._signed, self._is_logged = -math.inf, rank != 0 or call is None
 
@@ -220,7 +221,10 @@ class StoreAgreement:
         peers: Peers | None = None,
         secret: bytes | None = None,
     ) -> None:
-        self.rank, self.world_size, self.peers, self._secret = rank, world_size, peers, secret
+        self.rank: int = rank
+        self.world_size: int = world_size
+        self.peers: Peers | None = peers
+        self._secret = secret
         self._words = Words(store, rank, timeout, self.is_gone)
         self._round = 0
 

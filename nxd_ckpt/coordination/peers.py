@@ -368,7 +368,7 @@ class News:
         """Number of keys after which the oldest are forgotten: each rank writes a few for each save."""
         self._keys = dict[str, None]()
         self._changed = effects.Condition()
-        self.count = 0
+        self.count: int = 0
         """How often anything was told."""
         if peers is not None:
             peers.listen(channel, self._hear)

@@ -37,7 +37,7 @@ class Preemption:
     def __init__(self, options: PreemptionOptions) -> None:
         """Catch the signals. Raises InvalidArgument for one that cannot be caught."""
         self._asked, self._grace = options.preemption, options.preemption_grace
-        self.has_stopped = False
+        self.has_stopped: bool = False
         self._flags = [SignalFlag(number, self._grace) for number in options.signals]
         self._stopping: Stopping | None = None
         try:
@@ -112,9 +112,11 @@ class SignalFlag:
     """
 
     def __init__(self, number: int, grace: float) -> None:
-        self.number, self.pid, self._grace = number, os.getpid(), grace
+        self.number: int = number
+        self.pid: int = os.getpid()
+        self._grace = grace
         self._main_thread = effects.get_ident()  # no other one can install a handler
-        self.is_polled = False
+        self.is_polled: bool = False
         """True if a step has looked at it."""
         self._came_at: float | None = None
         self._is_seen = self._is_answered = self._is_ignored = False

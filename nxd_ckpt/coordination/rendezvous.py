@@ -117,7 +117,7 @@ class KeyPair:
 
     def __init__(self) -> None:
         self._private = secrets.randbits(256) | 1 << 255
-        self.public = f"{pow(_GENERATOR, self._private, _PRIME):x}"
+        self.public: str = f"{pow(_GENERATOR, self._private, _PRIME):x}"
 
     def key_with(self, public: str) -> bytes:
         """Return the 32 bytes that only the owners of the two key pairs can compute.

@@ -28,7 +28,10 @@ class Replacement:
     """
 
     def __init__(self, storage: Storage, finished: str, target: str, aside: str) -> None:
-        self.storage, self.finished, self.target, self.aside = storage, finished, target, aside
+        self.storage: Storage = storage
+        self.finished: str = finished
+        self.target: str = target
+        self.aside: str = aside
         self._is_made = self._replaces = False
 
     def make(self, replaces: bool | None = None) -> None:

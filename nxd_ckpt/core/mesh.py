@@ -422,7 +422,8 @@ class OutsideOfGroup(Exception):
 
     def __init__(self, rank: int, other: int | None) -> None:
         super().__init__(rank, other)
-        self.rank, self.other = rank, other
+        self.rank: int = rank
+        self.other: int | None = other
 
 
 def groups_of(structures: Sequence[RankStructure]) -> list[MeshGroup]:

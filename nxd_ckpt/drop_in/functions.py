@@ -76,7 +76,7 @@ _nxd_logger = logging.getLogger("neuronx_distributed[0]")
 
 CHECKPOINT_MODULE = "neuronx_distributed.trainer.checkpoint"
 
-settings = Settings()
+settings: Settings = Settings()
 """Those of `install`."""
 
 _said: set[str] = set()

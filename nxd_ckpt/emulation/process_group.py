@@ -39,7 +39,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, ranks: Sequence[int], group_rank: int, timeout: timedelta) -> None:
         super().__init__(group_rank, len(ranks))
-        self.peers = GroupMembers(store, ranks, ranks[group_rank], timeout)
+        self.peers: GroupMembers = GroupMembers(store, ranks, ranks[group_rank], timeout)
         self._name = ""
 
     def getBackendName(self) -> str:

@@ -55,8 +55,8 @@ class GroupMembers:
     """
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
-        self.ranks = tuple(ranks)
-        self.index = self.ranks.index(rank)
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.index: int = self.ranks.index(rank)
         self._rank = rank
         self._timeout = timeout
         self._gloo: ProcessGroupGloo | None = None

@@ -59,9 +59,12 @@ class Machine(_Machine):  # type: ignore[misc]
     def load(self) -> Any:
         """Return the pickle's object. Hostile bytes may raise anything."""
         # Frames only hint how much to read at once, but all of the pickle is in memory.
-        self.read, self.readline = read, _ = self._file_read, self._file_readline
-        self.metastack, self.stack = list[Any](), list[Any]()
-        self.append = self.stack.append
+        self.read: Callable[[int], bytes] = self._file_read
+        self.readline: Callable[[], bytes] = self._file_readline
+        read = self.read
+        self.metastack: list[Any] = list[Any]()
+        self.stack: list[Any] = list[Any]()
+        self.append: Callable[[Any], None] = self.stack.append
         left = self._objects
         try:
             while True:

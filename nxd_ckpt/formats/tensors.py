@@ -332,7 +332,9 @@ class TensorReference:
     __slots__ = ("about", "noted", "tid")
 
     def __init__(self, tid: int, noted: Mapping[str, Any] | None = None) -> None:
-        self.tid, self.about, self.noted = tid, dict[str, Any](), dict(noted or {})
+        self.tid: int = tid
+        self.about: dict[str, Any] = dict[str, Any]()
+        self.noted: dict[str, Any] = dict(noted or {})
 
     def __getstate__(self) -> dict[str, Any]:
         return {"tid": self.tid, **self.noted}

@@ -229,7 +229,8 @@ class TagTensors:
     """The tag's tensors, with the interface of a Hugging Face directory."""
 
     def __init__(self, tag: HuggingFaceTag) -> None:
-        self.where, self._tree = tag.where, tag.model_tree(Coordinates())
+        self.where: str = tag.where
+        self._tree = tag.model_tree(Coordinates())
 
     @property
     def names(self) -> list[str]:

@@ -23,6 +23,7 @@ from nxd_ckpt.hugging_face.mapping import Match, ModelMapping, Rule
 from nxd_ckpt.hugging_face.packed_tensors import HuggingFaceTensors, UnpackedTensors
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
+from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization
 from nxd_ckpt.tag.nxd_tag import ModelOnly
@@ -165,7 +166,8 @@ class ImportedFiles(ModelOnly):
     """
 
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
-        self.files, self.model = directory.files, ImportedModel(directory, target)
+        self.files: TagFiles = directory.files
+        self.model: ImportedModel = ImportedModel(directory, target)
 
     def topology(self) -> Topology:
         return Topology()

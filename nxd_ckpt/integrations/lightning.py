@@ -71,7 +71,7 @@ def _installed() -> str:
     return names[0]
 
 
-package = _installed()
+package: str = _installed()
 _callbacks, _plugins = import_module(f"{package}.callbacks"), import_module(f"{_FABRIC[package]}.plugins")
 
 _EXTRA = "nxd_ckpt"

@@ -75,7 +75,8 @@ def _titan_module() -> ModuleType:
 
 
 _titan = _titan_module()
-MODEL, OPTIMIZER, AsyncMode = _titan.MODEL, _titan.OPTIMIZER, _titan.AsyncMode
+MODEL, OPTIMIZER = _titan.MODEL, _titan.OPTIMIZER
+AsyncMode: Any = _titan.AsyncMode
 TitanCheckpointManager: Any = _titan.CheckpointManager
 
 
@@ -107,12 +108,12 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         # TorchTitan's own removal of checkpoints is by name, and whether they are complete or not.
         call.arguments[name] = replace(config, keep_latest_k=0)
         super().__init__(*call.args, **call.kwargs)
-        self.keep_latest_k = config.keep_latest_k
+        self.keep_latest_k: Any = config.keep_latest_k
         self._durable: bool = getattr(config, "durable", self.durable)
         self._buffers: dict[str, torch.Tensor] = {}
         pinned = self.enable and self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
         if pinned and not torch.accelerator.is_available():
-            self.stager = DefaultStager(StagingOptions(False, True, True, False))
+            self.stager: DefaultStager = DefaultStager(StagingOptions(False, True, True, False))
 
     @torch.no_grad()
     def dcp_save(

@@ -30,7 +30,7 @@ class Ignoring:
     """
 
     def __init__(self, ignore_keys: IgnoreKeys | None, besides: Sequence[str] = ()) -> None:
-        self.globs = [] if ignore_keys is None or callable(ignore_keys) else _globs(ignore_keys)
+        self.globs: list[str] = [] if ignore_keys is None or callable(ignore_keys) else _globs(ignore_keys)
         self._choose = ignore_keys if callable(ignore_keys) else None
         self._besides = besides
         self._ignored = Ignored([*self.globs, *besides])

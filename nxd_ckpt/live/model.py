@@ -56,7 +56,8 @@ class ModelAdapter:
     """True if each rank has tensors of its own, which are no copies: flat shards of torch-xla's FSDP."""
 
     def __init__(self, live: dict[str, Any], may_be_meta: bool = False) -> None:
-        self.live, self._may_be_meta = live, may_be_meta
+        self.live: dict[str, Any] = live
+        self._may_be_meta = may_be_meta
 
     def capture(self, tp: int) -> ModelState:
         """Return the model's state on this rank, for ``tp`` tensor-parallel ranks. Nothing is copied.
@@ -149,9 +150,8 @@ class ModelAdapter:
         """Return the live names that are absent from the names ``saved``, and no name tied to them is there."""
         ties = self._ties
         present = {ties.get(name, name) for name in saved}
-        return [
-            name for name in self.expected(saved) if ties.get(name, name) not in present and not self.takes_any(name)
-        ]
+        absent = (name for name in self.expected(saved) if ties.get(name, name) not in present)
+        return [name for name in absent if not self.takes_any(name)]
 
     def takes(self, name: str) -> bool:
         """Return whether a load can use the saved name."""
@@ -344,8 +344,8 @@ class ModuleModel(ModelAdapter):
             shorter = {without_replication(self._gathered.get(name, name), prefixes): name for name in live}
             self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}
-        self.live = dict(live)
-        self.is_of_rank = has_module_of(self._root, "torch_xla.distributed.fsdp.", "XlaFullyShardedDataParallel")
+        self.live: dict[str, Any] = dict(live)
+        self.is_of_rank: bool = has_module_of(self._root, "torch_xla.distributed.fsdp.", "XlaFullyShardedDataParallel")
         self._hooks = ModuleHooks(self._root)
         if self._is_stage and self._hooks and len(self._wrapped_names) < len(live):
             raise UnsupportedState(

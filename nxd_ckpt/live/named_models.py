@@ -37,7 +37,7 @@ class NamedModels(ModelAdapter):
                 "its own, or pass the others' state_dict() in user_content="
             )
         self._adapters = adapters
-        self.is_of_rank = any(adapter.is_of_rank for adapter in adapters.values())
+        self.is_of_rank: bool = any(adapter.is_of_rank for adapter in adapters.values())
         for name, adapter in adapters.items():
             adapter.path = f"model/{name}."
         super().__init__(self._joined(lambda adapter: adapter.live), may_be_meta)

@@ -195,8 +195,8 @@ class NamedOptimizers(OptimizerAdapter):
                 f"optimizer[{kinds['plain']!r}] is not sharded, optimizer[{kinds['zero1']!r}] is: a tag holds "
                 "optimizers of one kind; save one of the two under a directory of its own"
             )
-        self.kind = next(iter(kinds))
-        self.parameter_names = if_known(names)
+        self.kind: str = next(iter(kinds))
+        self.parameter_names: list[str] | None = if_known(names)
 
     def form(self) -> OptimizerForm:
         forms = {name: form for name, adapter in self._adapters.items() if (form := adapter.form()) is not None}

@@ -54,7 +54,7 @@ class DictOptimizer(OptimizerAdapter):
         self.kind = "zero1" if zero1 or "base_state" in state else "plain"
         groups = state.get("param_groups") or [{"params": list(names)} for names in param_names or ()]
         self._names = parameter_names(groups, None, param_names)
-        self.parameter_names = if_known(self._names)
+        self.parameter_names: list[str] | None = if_known(self._names)
         self._state = state
         self._topology = topology
         self._model = None if model is None else model.capture(topology.tp)

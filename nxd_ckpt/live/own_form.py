@@ -77,8 +77,8 @@ class OwnFormOptimizer(OptimizerAdapter):
         self._optimizer, self._state = optimizer, state
         self._models: dict[Path, torch.Tensor] = {}
         """A live DTensor of equal placement for each DTensor that is loaded, by its path."""
-        self.parameter_names = if_known(names)
-        self.stepping = optimizer if hasattr(optimizer, "param_groups") else None
+        self.parameter_names: list[str] | None = if_known(names)
+        self.stepping: Any = optimizer if hasattr(optimizer, "param_groups") else None
 
     @property
     def _groups(self) -> Sequence[dict[str, Any]]:

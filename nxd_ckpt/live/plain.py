@@ -147,7 +147,7 @@ class PlainOptimizer(OptimizerAdapter):
         params: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> None:
         self.kind = "zero1" if sharded else "plain"
-        self.parameter_names = if_known(names)
+        self.parameter_names: list[str] | None = if_known(names)
         self._model = model
         self._optimizer = optimizer
         self._names = names
@@ -434,7 +434,7 @@ class TorchZeroOptimizer(PlainOptimizer):
         inner = optimizer.optim
         own = [name_of[id(parameter)] for group in inner.param_groups for parameter in group["params"]]
         super().__init__(inner, own, topology.tp, sharded=True)
-        self.parameter_names = None  # they differ from rank to rank, and no rank knows the others'
+        self.parameter_names: list[str] | None = None  # they differ from rank to rank, and no rank knows the others'
         self._outer = optimizer
 
     def live_state(self) -> LiveState:

@@ -66,11 +66,11 @@ class Zero1Optimizer(OptimizerAdapter):
                 "partition the pipeline model, before saving or loading"
             )
         self._place = _place_in_group(optimizer, topology, expert)
-        self.parameter_names = if_known(names)
+        self.parameter_names: list[str] | None = if_known(names)
         self._optimizer = optimizer
         self._names = names
         self._tp = topology.tp
-        self.stepping = optimizer.base_optimizer
+        self.stepping: Any = optimizer.base_optimizer
 
     @cached_property
     def slots(self) -> list[Slot]:
@@ -269,7 +269,7 @@ class ExpertZero1Optimizer(OptimizerAdapter):
 
     def __init__(self, optimizer: Any, names: list[str], topology: Topology) -> None:
         ordinary = sum(len(group["params"]) for group in optimizer.non_ep_zero_optimizer.param_groups)
-        self.parameter_names = if_known(names)
+        self.parameter_names: list[str] | None = if_known(names)
         self._optimizer = optimizer
         self._ordinary = Zero1Optimizer(optimizer.non_ep_zero_optimizer, names[:ordinary], topology)
         self._experts = Zero1Optimizer(optimizer.ep_zero_optimizer, names[ordinary:], topology, expert=True)

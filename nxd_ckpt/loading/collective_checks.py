@@ -47,7 +47,7 @@ class Unmatched:
         self._names = names
         self._prefix, self._choice = prefix, filtered.choice
         goes_by_prefix = bool(prefix) and (live is None or any(name not in mapping for name in live))
-        self.parts = {
+        self.parts: dict[str, list[str]] = {
             "globs": unmatched(filtered.globs, names),
             "live": [] if live is None else [name for name in mapping if name not in live],
             "saved": [name for name in mapping.values() if name not in saved],

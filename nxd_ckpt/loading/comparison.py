@@ -81,7 +81,8 @@ class Comparison:
     ) -> None:
         self._reader, self._digest, self._verify_again = reader, digest, verify_again
         self._digests = LiveDigests(reader, everything)
-        self._everything, self.nbytes = everything, 0
+        self.nbytes: int = 0
+        self._everything = everything
         self.findings: list[Finding] = []
 
     def finish(self) -> list[Finding]:

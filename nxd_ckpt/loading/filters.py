@@ -22,7 +22,7 @@ class Filter(Ignoring):
     """
 
     def __init__(self, options: LoadOptions) -> None:
-        self.renaming = Renaming(options.key_mapping or {}, options.prefix)
+        self.renaming: Renaming = Renaming(options.key_mapping or {}, options.prefix)
         self.renaming.validate()
         self._renames = bool(self.renaming)
         self._has_shards = False

@@ -58,7 +58,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.reading import Leaf
+from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -111,7 +111,7 @@ class RenamedTag(OpenTag):
             parameters = {renaming.live(name): spec for name, spec in items if renaming.concerns(name)}
             manifest = replace(manifest, parameters=parameters)
         super().__init__(opened.storage, opened.tag, opened._layout, manifest, opened.identity)
-        self.is_one_save = opened.is_one_save
+        self.is_one_save: bool = opened.is_one_save
         self._renaming = renaming
         self._seen = set() if opened.manifest is None else set(opened.manifest.parameters)
 
@@ -251,7 +251,7 @@ class LoadAttempt:
         if weights is not None:
             opened = MappedWeights(opened, weights, live, request)
             options = replace(options, key_mapping=None, prefix="")  # which name tensors of the files
-        self.filtered = Filter(options)
+        self.filtered: Filter = Filter(options)
         base_names = {} if live is None else live.base_names()
         others = live is not None and opened.parts.model and weights is None
         if live is not None and others and (base_names or _may_be_wrapped(opened, topology, live)):
@@ -366,13 +366,13 @@ class PreparedLoad:
         if trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()
         content = None if filtered.covers("user_content") else opened.user_content()
-        self.user_content = filtered.pruned("user_content", content)
+        self.user_content: Any = filtered.pruned("user_content", content)
         wants_own = options.rank_content is not None and not filtered.covers("rank_content")
         self._rank_content: dict[Any, Any] | None = None
         if wants_own:
             warns = request.reports_progress
             self._rank_content = own_content(opened, request.topology, filtered, warns=warns)
-        self.reader = opened.reader()
+        self.reader: LeafReader = opened.reader()
         self._shares = ReplicaShares(request.topology, ())
         self._reads: SharedReads | None = None
 

@@ -132,7 +132,8 @@ class SharedReads(Closing):
     """
 
     def __init__(self, agreement: Agreement, shares: ReplicaShares, timeout: float) -> None:
-        self._shares, self.requested, self._settled = shares, 0, 0
+        self.requested: int = 0
+        self._shares, self._settled = shares, 0
         self._turns, self._ahead = deque[_Turn](), 0
         self._most_ahead = _AHEAD * max((len(group.ranks) for group in shares.groups), default=1)
         self._error: Exception | None = None

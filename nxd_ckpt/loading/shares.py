@@ -62,7 +62,7 @@ class ReplicaShares:
             if len(ranks) > 1 and leaf.numel:
                 members.setdefault((ranks, place), []).append(leaf)
         # In an order that all ranks have: they join groups one after the other.
-        self.groups = [_group(*of, members[of]) for of in sorted(members)]
+        self.groups: list[ReplicaGroup] = [_group(*of, members[of]) for of in sorted(members)]
         self._group_of = {leaf: group for group in self.groups for leaf in group.owners}
 
     def group(self, leaf: Leaf) -> ReplicaGroup | None:

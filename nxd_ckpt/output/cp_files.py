@@ -43,7 +43,7 @@ class HostCopies:
         holders = source.holders([f"{tag}/{file.name}" for file in files])
         self._copier = assign_hosts(files, {file.name: holders[f"{tag}/{file.name}"] for file in files})
         self._left_out = {source.hosts.here}
-        self.own_turn = effects.Semaphore(own)
+        self.own_turn: effects.Semaphore = effects.Semaphore(own)
 
     def side_by_side(self, files: Sequence[TagFile]) -> list[TagFile]:
         """Return the files in an order that keeps all hosts busy: one file of each host, then the next of each."""

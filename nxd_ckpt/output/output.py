@@ -20,7 +20,7 @@ from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, directories_to_make, remove_unused, settle
 from nxd_ckpt.output.source import Source
-from nxd_ckpt.storage.base import DirEntry, can_rename
+from nxd_ckpt.storage.base import DirEntry, Storage, can_rename
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
@@ -72,7 +72,7 @@ class Output:
 
     def __init__(self, place: Location, chosen: ConvertOptions, kind: OutputKind | None = HUGGING_FACE) -> None:
         self.place = place
-        self.storage = place.open(chosen.durable)
+        self.storage: Storage = place.open(chosen.durable)
         self._kind = kind
         self._chosen, self._made = chosen, list[str]()
         self._lease: OutputLease | None = None

@@ -19,6 +19,7 @@ from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, map_tensors, nbytes_of
 from nxd_ckpt.reshard.whole_tag import WholeTag
+from nxd_ckpt.tag.opened import OpenTag
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class DcpState:
     """The flat state dict of ``tag``. Reads trees, no tensor of model or optimizer."""
 
     def __init__(self, tag: WholeTag, names: DcpNames) -> None:
-        self.opened = tag.opened
+        self.opened: OpenTag = tag.opened
         self._tag = tag
         self._names = names
 

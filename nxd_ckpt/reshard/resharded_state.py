@@ -117,9 +117,10 @@ class ReshardedState:
     """
 
     def __init__(self, context: ReshardContext, names: OptimizerNames) -> None:
-        self.context, self._names = context, names
-        self.model = ReshardedModel(context)
-        self.optimizer = self.optimizer_by(names)
+        self.context: ReshardContext = context
+        self._names = names
+        self.model: ReshardedModel = ReshardedModel(context)
+        self.optimizer: ReshardedOptimizer = self.optimizer_by(names)
 
     def seen_from(self, live: Topology) -> ReshardedState:
         """Return this state for another rank."""

@@ -157,8 +157,9 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.differing = self.nans = 0
-        self.max_difference = 0.0
+        self.differing: int = 0
+        self.nans: int = 0
+        self.max_difference: float = 0.0
         self._difference = self._norm = 0.0  # squared
 
     @property

@@ -25,7 +25,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._tasks: effects.SimpleQueue[Callable[[], None] | None] = effects.SimpleQueue()
         self._thread = effects.Thread(target=self._run, name=name, daemon=True)
-        self.is_thread = not at_exit.is_over() and effects.has_started(self._thread)
+        self.is_thread: bool = not at_exit.is_over() and effects.has_started(self._thread)
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run ``task`` after those before it. It must not raise."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nxd_ckpt.commit.commit import Commit, commit
-from nxd_ckpt.commit.publication import publication_of
+from nxd_ckpt.commit.publication import Publication, publication_of
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.control_files import JOURNAL, staging_dir
@@ -31,7 +31,8 @@ class CollectedSave:
 
     def __init__(self, session: Session, tag: str, overwrite: bool | None) -> None:
         session.counter += 1
-        self.session, self.publication = session, publication_of(session, session.counter, tag, overwrite)
+        self.session: Session = session
+        self.publication: Publication = publication_of(session, session.counter, tag, overwrite)
 
     def begin(self) -> None:
         """Make room, before any rank writes. Raises SaveFailed if the tag must not be saved."""

@@ -29,7 +29,7 @@ class Failures:
 
     def __init__(self, options: CheckpointerOptions) -> None:
         self._warns, self._limit = options.on_save_failure == "warn", options.max_failed_saves
-        self.in_a_row = 0
+        self.in_a_row: int = 0
 
     @property
     def warns(self) -> bool:
@@ -90,16 +90,18 @@ class SaveProgress:
     """
 
     def __init__(self, tag: str, failures: Failures) -> None:
-        self.tag, self._failures = tag, failures
+        self.tag: str = tag
+        self._failures = failures
         self.timings: Mapping[str, float] = {}
         self.nbytes = 0
-        self.reported = self.tolerated = False
-        self.pid = os.getpid()
-        self.staged = effects.Event()
-        self.voted = effects.Event()
-        self.awaited = effects.Event()
+        self.reported: bool = False
+        self.tolerated: bool = False
+        self.pid: int = os.getpid()
+        self.staged: effects.Event = effects.Event()
+        self.voted: effects.Event = effects.Event()
+        self.awaited: effects.Event = effects.Event()
         self.error: BaseException | None = None
-        self.future = PendingSave(self)
+        self.future: PendingSave = PendingSave(self)
 
     @property
     def warns(self) -> bool:

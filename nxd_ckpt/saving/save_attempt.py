@@ -88,7 +88,8 @@ class SaveAttempt:
         self.request = request
         self.threads = threads
         self.error: BaseException | None = None
-        self.tag, self.plan = request.tag, request.plan
+        self.tag: str = request.tag
+        self.plan: SavePlan | None = request.plan
         self.timings: dict[str, float] = {}
         self.files: Future[AttemptFiles] = Future()
 

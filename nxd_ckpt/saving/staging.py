@@ -50,7 +50,7 @@ class Stager:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.done = Counter()
+        self.done: Counter = Counter()
         self.passed_over = 0
         self._places: dict[Span, _ArenaTensors] = {}
 

@@ -124,7 +124,8 @@ class FileWriter:
         self._open: dict[int, _OpenFile] = {}
         self._written: dict[int, _Written] = {}
         self._lock = effects.Lock()
-        self.nbytes = self.duplicated_nbytes = 0
+        self.nbytes: int = 0
+        self.duplicated_nbytes: int = 0
         """Of all files so far; of those that were duplicated."""
 
     def write(self, wave: Wave, views: Sequence[memoryview], pace: SavePace | None = None) -> None:
@@ -459,7 +460,7 @@ class DedupWriter:
         self._memory = np.empty(min(_PIECE, version.nbytes), np.uint8)
         self._equal: list[tuple[int, memoryview]] = []
         self._writer: Writer | None = None
-        self.duplicated = False
+        self.duplicated: bool = False
         """True if nothing was written."""
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:

@@ -20,7 +20,7 @@ class Arena:
     """One growing, reusable, page-aligned buffer of at most ``cap`` bytes."""
 
     def __init__(self, cap: int) -> None:
-        self.cap = whole_pages(cap)
+        self.cap: int = whole_pages(cap)
         self._memory: mmap.mmap | None = None
 
     def reserve(self, nbytes: int) -> memoryview:

@@ -50,7 +50,7 @@ class CachedStorage(RoutedStorage, Closing):
         store = Path(work_dir or default_work_dir()).absolute() / sha256(inner.url.encode()).hexdigest()[:16]
         name = f"{quote(tag, safe='')[:180]}-{sha256(version).hexdigest()[:16]}"
         self._open = opened(store, name)
-        self.folder = self._open.__enter__()
+        self.folder: Path = self._open.__enter__()
         self._copies = LocalStorage(self.folder / "files", durable=False)
         self._parts = LocalStorage(self.folder / "parts", durable=False)
         self._fetched: set[str] = set()

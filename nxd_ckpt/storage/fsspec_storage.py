@@ -248,8 +248,8 @@ class FsspecStorage(Storage):
 
     def __init__(self, fs: Any, root: str, url: str, throttle: Throttle) -> None:
         self.fs = fs
-        self.root = root.rstrip("/")
-        self.url = url.rstrip("/")
+        self.root: str = root.rstrip("/")
+        self.url: str = url.rstrip("/")
         self.throttle = throttle
         put = getattr(fs, "_pipe_file", fs.pipe_file)
         self._creates = "mode" in inspect.signature(put).parameters

@@ -40,11 +40,11 @@ class LocalStorage(Storage):
     read_nbytes = 512 * 2**10  # a core's cache holds it until its digest is computed: a fifth less time than 4 MiB
 
     def __init__(self, root: str | os.PathLike[str], durable: bool = True) -> None:
-        self.root = Path(root).absolute()
+        self.root: Path = Path(root).absolute()
         self.durable = durable
-        self.url = str(self.root)
+        self.url: str = str(self.root)
         self._prefix = os.path.join(self.url, "")
-        self.concurrency = min(_cores(), 8)
+        self.concurrency: int = min(_cores(), 8)
 
     def without_links(self) -> LocalStorage:
         return LocalStorage(self.root.resolve(), self.durable)

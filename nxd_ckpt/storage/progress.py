@@ -22,7 +22,7 @@ class Counter:
     """Bytes done so far, counted by several threads."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes: int = 0
         self._lock = effects.Lock()
 
     def add(self, nbytes: int) -> None:

@@ -271,7 +271,7 @@ class CopyPace:
     """
 
     def __init__(self, bytes_per_second: int | None) -> None:
-        self.stop = threading.Event()
+        self.stop: threading.Event = threading.Event()
         self._throttle, self._counter = Throttle(bytes_per_second), Counter()
 
     @property

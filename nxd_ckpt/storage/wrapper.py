@@ -17,9 +17,12 @@ class StorageWrapper(Storage):
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
-        self.url, self.renames = inner.url, inner.renames
-        self.concurrency, self.read_nbytes = inner.concurrency, inner.read_nbytes
-        self.may_lack_files, self.may_be_unmounted = inner.may_lack_files, inner.may_be_unmounted
+        self.url: str = inner.url
+        self.renames: bool = inner.renames
+        self.concurrency: int = inner.concurrency
+        self.read_nbytes: int = inner.read_nbytes
+        self.may_lack_files: bool = inner.may_lack_files
+        self.may_be_unmounted: bool = inner.may_be_unmounted
 
     def without_links(self) -> Storage | None:
         return self.inner.without_links()
@@ -119,10 +122,10 @@ class LayeredStorage(RoutedStorage):
     def __init__(self, places: Sequence[Storage], elsewhere: Mapping[str, int]) -> None:
         super().__init__(places[0])
         self._places, self._elsewhere = places, elsewhere
-        self.used = [places[number] for number in sorted({0, *elsewhere.values()})]
-        self.renames = all(place.renames for place in self.used)
-        self.concurrency = max(place.concurrency for place in self.used)
-        self.read_nbytes = max(place.read_nbytes for place in self.used)
+        self.used: list[Storage] = [places[number] for number in sorted({0, *elsewhere.values()})]
+        self.renames: bool = all(place.renames for place in self.used)
+        self.concurrency: int = max(place.concurrency for place in self.used)
+        self.read_nbytes: int = max(place.read_nbytes for place in self.used)
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         raise OSError(errno.EROFS, f"{name}: a storage of several places is read-only", f"{self.url}/{key}")

@@ -105,7 +105,9 @@ class Identity:
     """
 
     def __init__(self, storage: Storage, tag: str) -> None:
-        self._storage, self.tag = storage, tag
+        self.tag: str = tag
+        self._storage = storage
+        self.fingerprint: str | None
         self.fingerprint, self._done = _look(storage, tag)
 
     @property

@@ -111,7 +111,8 @@ class NxdTag:
     """
 
     def __init__(self, files: TagFiles, manifest: Manifest | None = None) -> None:
-        self.files, self._manifest = files, manifest
+        self.files: TagFiles = files
+        self._manifest = manifest
         self._fixed_topology = None if manifest is None else manifest.topology
 
     @reading

@@ -114,7 +114,10 @@ class OpenTag:
         manifest: Manifest | None,
         identity: Identity | None = None,
     ) -> None:
-        self.storage, self.tag, self.manifest, self.identity = storage, tag, manifest, identity
+        self.storage: Storage = storage
+        self.tag: str = tag
+        self.manifest: Manifest | None = manifest
+        self.identity: Identity | None = identity
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._verified: set[str] = set()

@@ -321,7 +321,7 @@ class PayloadFile:
 
     def __init__(self, files: TagFiles, file: str, payload: Payload) -> None:
         self.files = files
-        self.where = files.where(file)
+        self.where: str = files.where(file)
         self._first = payload
 
     @property

@@ -53,7 +53,7 @@ class ReadPool(Closing):
         self._failed: tuple[int, BaseException] | None = None
         self._closed = False
         self._own = effects.local()
-        self.submitted = 0
+        self.submitted: int = 0
 
     def submit(self, task: Task, nbytes: int = PIECE) -> None:
         """Run ``task``, which reads ``nbytes``, soon. Raises the error of an earlier one."""
@@ -258,7 +258,7 @@ class RangeReader(Closing):
     def __init__(self, files: TagFiles) -> None:
         self._files, self._open = files, OpenFiles(files)
         self._pool = ReadPool(files.storage.concurrency, _ALONE if files.storage.renames else 0)
-        self.done = Counter()
+        self.done: Counter = Counter()
         self._file, self._ranges = "", list[Range]()
         self._nbytes, self._scratch_nbytes = 0, 0
         self._longest = max(PIECE, files.storage.read_nbytes)

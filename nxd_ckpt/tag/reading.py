@@ -40,6 +40,7 @@ from nxd_ckpt.formats.assembly import (
 from nxd_ckpt.formats.memory import allocated, byte_view, put_bytes, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, itemsize
 from nxd_ckpt.storage.base import Closing
+from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.range_reader import PIECE, Range, RangeReader
 from nxd_ckpt.tag.verification import Digest, naming
@@ -222,7 +223,7 @@ class LeafReader(Closing):
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
         self._files, self._records = files, VerifiedRecords(entries)
         self._ranges = RangeReader(files)
-        self.done = self._ranges.done
+        self.done: Counter = self._ranges.done
         self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], PendingBlock](), 0
 
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:

@@ -51,8 +51,8 @@ class MemoryStorage(Storage):
     duplicates = surveys = True
 
     def __init__(self, name: str | None = None, renames: bool = False) -> None:
-        self.name = name if name is not None else uuid.uuid4().hex[:12]
-        self.url = f"memory://{self.name}"
+        self.name: str = name if name is not None else uuid.uuid4().hex[:12]
+        self.url: str = f"memory://{self.name}"
         self.renames = renames
         self.concurrency = 2
         self.read_nbytes = 3 * CRC_BLOCK
@@ -294,7 +294,8 @@ class HookedStorage(StorageWrapper):
 
     def __init__(self, inner: Storage, hook: Hook) -> None:
         super().__init__(inner)
-        self.hook, self.duplicates = hook, inner.duplicates
+        self.hook: Hook = hook
+        self.duplicates: bool = inner.duplicates
 
     def around(self, name: str, key: str, operation: Callable[[], T]) -> T:
         self.hook(Operation(name, key))

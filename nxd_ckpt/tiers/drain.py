@@ -62,7 +62,7 @@ class Drain:
     def __init__(self, tier: Tier, number: int, source: Storage, target: Storage, timeout: float) -> None:
         self.tier = tier
         self._number = number
-        self.newest = 0.0
+        self.newest: float = 0.0
         self._source = source
         self._target = target
         self._timeout = timeout

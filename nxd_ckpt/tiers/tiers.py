@@ -50,13 +50,13 @@ class Tiers:
 
         Raises InvalidArgument.
         """
-        self.tiers = checked_tiers(path, tiers)
+        self.tiers: tuple[Tier, ...] = checked_tiers(path, tiers)
         if rules is not None and self.tiers[0].rules is not None:
             raise InvalidArgument("the first tier has keep= or retain=, and so has the Checkpointer: pass one of them")
-        self.rules = rules or self.tiers[0].rules
+        self.rules: tuple[Rule, ...] | None = rules or self.tiers[0].rules
         """Rules of retention on the first tier, unless a save has its own."""
         opened = (tier.open(options.durable, options.storage_options) for tier in self.tiers[first is not None :])
-        self.storages = [*([] if first is None else [first]), *opened]
+        self.storages: list[Storage] = [*([] if first is None else [first]), *opened]
         self.place: Place | None = None
         """The path, if it may name a checkpoint itself: alone, and in no storage of the caller's."""
         if len(self.tiers) == 1 and first is None:

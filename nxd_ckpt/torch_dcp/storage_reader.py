@@ -96,7 +96,7 @@ class StorageReader(TorchStorageReader):
         self._keys = model_key, optim_key
         self._partitions, self._saved_names = partitions, saved_param_names
         self._opened: tuple[OpenTag, _States] | None = None
-        self.usual = DcpNames()
+        self.usual: DcpNames = DcpNames()
         """The keys where neither the caller nor the tag says them."""
         self.refusal: Exception | None = None
         """Why nothing can be loaded from here, which torch raises on all ranks in place of loading."""

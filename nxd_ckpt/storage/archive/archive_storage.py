@@ -275,8 +275,10 @@ class StorageFile:
 
     def __init__(self, inner: Storage, key: str) -> None:
         self._inner, self._key = inner, key
-        self.url, self.renames = f"{inner.url.rstrip('/')}/{key}", inner.renames
-        self.concurrency, self.read_nbytes = inner.concurrency, inner.read_nbytes
+        self.url: str = f"{inner.url.rstrip('/')}/{key}"
+        self.renames: bool = inner.renames
+        self.concurrency: int = inner.concurrency
+        self.read_nbytes: int = inner.read_nbytes
 
     def size(self) -> int:
         return self._inner.size(self._key)
@@ -293,8 +295,10 @@ class ArchiveStorage(ReadOnlyStorage):
 
     def __init__(self, file: ArchiveFile) -> None:
         self._file = file
-        self.url, self.renames = file.url, file.renames
-        self.concurrency, self.read_nbytes = file.concurrency, file.read_nbytes
+        self.url: str = file.url
+        self.renames: bool = file.renames
+        self.concurrency: int = file.concurrency
+        self.read_nbytes: int = file.read_nbytes
         self._idle: list[Reader] = []
         weakref.finalize(self, _close, self._idle)
 

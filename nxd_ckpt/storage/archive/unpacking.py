@@ -217,8 +217,9 @@ class UnpackedFile:
         self._inner = inner
         self._key = key
         self._compressed = compressed
-        self.url = f"{inner.url.rstrip('/')}/{key}"
-        self.concurrency, self.read_nbytes = LocalStorage(".").concurrency, LocalStorage.read_nbytes
+        self.url: str = f"{inner.url.rstrip('/')}/{key}"
+        self.concurrency: int = LocalStorage(".").concurrency
+        self.read_nbytes: int = LocalStorage.read_nbytes
 
     def size(self) -> int:
         return self._local.size(_FILE)

@@ -186,7 +186,8 @@ class HostsStorage(Storage):
     may_be_unmounted = True
 
     def __init__(self, own: OwnDirectory, names: Names) -> None:
-        self.own, self.url = own, own.url
+        self.own: OwnDirectory = own
+        self.url: str = own.url
         self._names = names
         self._hosts: Hosts | None = None
         self._members: dict[str, Sequence[Directory]] = {}

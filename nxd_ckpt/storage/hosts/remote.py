@@ -45,9 +45,10 @@ class RemoteDirectory:
     """
 
     def __init__(self, host: int, name: str, address: Address, secret: bytes, timeout: float) -> None:
-        self.host, self.url = host, name
+        self.host: int = host
+        self.url: str = name
         self._where = f"host {host} ({name})"
-        self.received = 0
+        self.received: int = 0
         """Bytes of files that the host sent so far."""
         self._address = address
         self._secret = secret

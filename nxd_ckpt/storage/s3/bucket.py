@@ -196,7 +196,7 @@ class Bucket:
         self.name = name
         self.prefix = prefix
         self.options = options
-        self.url = f"s3://{name}/{prefix}".rstrip("/")
+        self.url: str = f"s3://{name}/{prefix}".rstrip("/")
         self._client: Any = None
         self._pid = 0
         self._seen = False

@@ -203,7 +203,8 @@ class S3Storage(Storage):
     duplicates = surveys = True
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket, self.url = bucket, bucket.url
+        self.url: str = bucket.url
+        self._bucket = bucket
         self._lists_etags = True
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:

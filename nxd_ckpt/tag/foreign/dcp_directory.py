@@ -178,7 +178,7 @@ class DcpTensors:
 
     def __init__(self, files: TagFiles, places: DcpFiles | TieredFiles) -> None:
         self._files = files
-        self.where = files.directory
+        self.where: str = files.directory
         self._where = files.where(places.metadata)
         if not files.has(places.metadata):
             raise CheckpointNotFound(

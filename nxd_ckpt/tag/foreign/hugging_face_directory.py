@@ -54,7 +54,7 @@ class HuggingFaceDirectory:
     def __init__(self, storage: Storage, folder: str = "", model_key: str = "model") -> None:
         self._model_key = model_key
         self._storage = DequantizedStorage(storage)
-        self.files = TagFiles(self._storage, folder)
+        self.files: TagFiles = TagFiles(self._storage, folder)
         self._shards: dict[str, Mapping[str, TensorStub]] = {}
         self._weights = self._find()
         self._places = self._weights.places

@@ -64,7 +64,8 @@ class LegacyTag(PayloadFile):
     """Layout (`nxd_ckpt.tag.nxd_tag.TagLayout`) of one such directory."""
 
     def __init__(self, files: TagFiles) -> None:
-        self.files, self.where = files, files.storage.url
+        self.files: TagFiles = files
+        self.where: str = files.storage.url
         listing = files.names()
         self._payloads = {ranks: name for name in listing if (ranks := parse(name)) is not None}
         self._zero1 = {ranks: name for name in listing if (ranks := parse_zero1(name)) is not None}

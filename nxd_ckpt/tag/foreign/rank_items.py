@@ -172,7 +172,8 @@ class RankItems:
     """
 
     def __init__(self, files: TagFiles) -> None:
-        self.files, self.where = files, files.directory
+        self.files: TagFiles = files
+        self.where: str = files.directory
         if files.tag.rpartition("/")[2].startswith(_UNFINISHED):
             raise CheckpointNotFound(
                 f"{self.where} is what torch_checkpointing renames when a save is complete; that save was interrupted"

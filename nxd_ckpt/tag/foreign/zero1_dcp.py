@@ -68,11 +68,11 @@ class Zero1Dcp:
             for name in names
         ]
         sizes = sizes or Topology()
-        self.dp = max(sizes.dp, *(len(entry.chunks) for entry in self._entries), 1)
+        self.dp: int = max(sizes.dp, *(len(entry.chunks) for entry in self._entries), 1)
         for entry in self._entries:
             check_count(max(entry.tp or 0, entry.pp or 0), RANKS, f"{self._where}: ranks in a name")
-        self.tp = max(sizes.tp, *((entry.tp or 0) + 1 for entry in self._entries), 1)
-        self.pp = max(sizes.pp, *((entry.pp or 0) + 1 for entry in self._entries), 1)
+        self.tp: int = max(sizes.tp, *((entry.tp or 0) + 1 for entry in self._entries), 1)
+        self.pp: int = max(sizes.pp, *((entry.pp or 0) + 1 for entry in self._entries), 1)
 
     def names(self, at: Coordinates) -> list[str] | None:
         """Return the parameter behind each index; None if one has no state, and so no name in the files."""
