@@ -175,8 +175,9 @@ class Session:
     surplus: deque[str] = field(default_factory=deque)
     """Tags to remove behind the saves in flight, see `commit.retention.remove_surplus`."""
     warned_of_steps: bool = False
-    warned_of_content: bool = False
     """True if it was said that a save has an earlier step than the latest tag."""
+    warned_of_content: bool = False
+    """True if it was said that ranks pass other user content than rank 0."""
     _spares: list[str] = field(default_factory=list)
     _give_host_back: Callable[[], None] = lambda: None
     """Release the claim on this host's directory, where each has a disk of its own."""
