@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from functools import cached_property
+from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -175,6 +176,16 @@ class DcpNames:
     def state_key(self, name: str) -> tuple[str, str] | None:
         """Return (parameter, key) if DCP's ``name`` is an optimizer's state; None for anything else."""
         return self._of_optimizer(_STATE, name)
+
+    def state_path(self, name: str, path: Path | None) -> Path:
+        """Return (parameter, key) of an entry of the optimizer's state, and its places in lists.
+
+        ``path`` as for `part_of`: it tells a place in a list from a parameter's name.
+        """
+        keys = list(path or ())
+        places = list(takewhile(lambda key: type(key) is int, reversed(keys)))[::-1]
+        of_list = self.state_key(".".join(map(str, keys[: len(keys) - len(places)]))) if places else None
+        return self.state_key(name) or ("", "") if of_list is None else (*of_list, *places)
 
     def option_key(self, name: str) -> tuple[str, str] | None:
         """Return (param group's number or parameter, option) if DCP's ``name`` is an option; None for anything else."""

@@ -20,6 +20,12 @@ from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 from nxd_ckpt.hugging_face.mapping import Match, Rule, RuleMember
 from nxd_ckpt.hugging_face.sizes import Sizes
 
+ALL_RANKS = (
+    ", and check that the files of all ranks are there. If each rank holds a whole copy of this tensor, and parts of "
+    "others, make a tag by convert(..., to='tag', tp=1, partitions=...), with the cuts of the others, and take that"
+)
+"""What to do about a tensor that is larger than its model's."""
+
 
 @dataclass(frozen=True)
 class HfSlice:
@@ -163,7 +169,7 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
         raise ShapeMismatch(
             f"{match.name}: {shape[rule.dim]} elements along dimension {rule.dim} do not fit {names}: "
             f"{_sizes_text(sizes)}. Check that this is the model's config.json, that kv_size_multiplier is that of the "
-            "training, and that the files of all ranks are there"
+            f"training{ALL_RANKS}"
         )
     return [share if length is None else length for length in by_heads]
 

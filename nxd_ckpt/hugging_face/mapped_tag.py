@@ -29,7 +29,7 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
 )
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, is_tensor
-from nxd_ckpt.hugging_face.hf_slice import HfSlice, hf_slices, partition_of
+from nxd_ckpt.hugging_face.hf_slice import ALL_RANKS, HfSlice, hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
@@ -158,7 +158,6 @@ def _remedy(tensor: HfTensor, sizes: Sizes) -> str:
 
 
 _SHOWN = 8
-_ALL_RANKS = ", and check that the files of all ranks are there"
 
 
 class MappedTag:
@@ -326,7 +325,7 @@ class MappedTag:
             source = self._source(match)
             slices = hf_slices(match, source.shape, self.sizes)
             forms = [(hf_slice.name, hf_slice.shape) for hf_slice in slices]
-            self._mapping.refuse_shapes(match.rule, forms, self.sizes, self._opened.where, _ALL_RANKS)
+            self._mapping.refuse_shapes(match.rule, forms, self.sizes, self._opened.where, ALL_RANKS)
             for hf_slice in slices:
                 if hf_slice.name in tensors:
                     first = tensors[hf_slice.name].source.name

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import convert
+from nxd_ckpt import Partition, Topology, convert
 from nxd_ckpt.errors import (
     CheckpointError,
     DtypeMismatch,
@@ -23,6 +23,7 @@ from nxd_ckpt.errors import (
 from tests.conversion.tags import contents
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
+from tests.interop.saving import save_as_every_rank
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -136,3 +137,22 @@ def test_two_tensors_for_one(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config", job.model.config)
     with pytest.raises(IncompatibleState, match=r"would come from .* and from"):
         convert(path.parents[1], tmp_path / "out", to="hf", config=config)
+
+
+def test_whole_copies_beside_cuts_are_told_what_to_do(tmp_path: Path) -> None:
+    """Each rank has all of one layer's feed-forward part: the tag that the message leads to is exported."""
+    model, cuts = Model(), dict[str, Partition]()
+    whole, config = model.state(), write_config(tmp_path, model.config)
+    for name, dim in (("up_proj", 0), ("gate_proj", 0), ("down_proj", 1)):
+        cuts |= {each: Partition(dim, num_partitions=2) for each in whole if name in each and "layers.1." in each}
+
+    def what(rank: int) -> dict[str, Any]:
+        return {"model": {n: t.chunk(2, cuts[n].partition_dim)[rank] if n in cuts else t for n, t in whole.items()}}
+
+    save_as_every_rank(tmp_path / "run", "step_1", [Topology(tp=2, rank=rank) for rank in range(2)], what)
+    tag = tmp_path / "run" / "step_1"
+    with pytest.raises(ShapeMismatch, match=r"a whole copy of this tensor.*convert\(..., to='tag', tp=1, partitions="):
+        convert(tag, tmp_path / "hf", to="hf", config=config)
+    convert(tag, tmp_path / "whole" / "step_1", to="tag", tp=1, partitions=cuts, durable=False)
+    convert(tmp_path / "whole" / "step_1", tmp_path / "hf", to="hf", config=config, durable=False)
+    assert [] == differences(whole, weights(tmp_path / "hf"))

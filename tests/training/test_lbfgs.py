@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, load_checkpoint
+from nxd_ckpt import Checkpointer, convert, load_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.testing import check_resume
@@ -22,6 +22,23 @@ pytestmark = [pytest.mark.plain, pytest.mark.once]
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = Inner(torch.nn.Linear(6, 6))
     return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4)
+
+
+def test_histories_go_to_torch_dcp_and_back(tmp_path: Path) -> None:
+    """Lists of tensors lie there under names of their own, which were taken for parameters'."""
+    model, optimizer = made()
+    step(model, optimizer)
+    step(model, optimizer)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, model, optimizer)
+    convert(tmp_path / "run" / "step_1", tmp_path / "dcp", to="dcp", durable=False)
+    convert(tmp_path / "dcp", tmp_path / "again" / "step_1", to="tag", durable=False)
+    for source in (tmp_path / "dcp", tmp_path / "again"):
+        _, other = objects = made()
+        load_checkpoint(source, None, *objects)
+        expected, actual = (each.state_dict()["state"][0] for each in (optimizer, other))
+        assert len(expected["old_dirs"]) > 1
+        assert {key: repr(value) for key, value in expected.items()} == {key: repr(actual[key]) for key in expected}
 
 
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])

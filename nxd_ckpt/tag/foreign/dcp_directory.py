@@ -72,6 +72,7 @@ class DcpTrees:
         """Entries' names, by name in the model and by the keys below that."""
         self.states: dict[str, dict[str, str]] = {}
         """Entries' names, by parameter and key."""
+        self._below: dict[str, Path] = {}  # keys in a parameter's state, by entry
         self._options: list[tuple[str, str, str]] = []  # owner, option, entry
         self._scheduler: list[str] = []
         self._content: list[str] = []
@@ -81,8 +82,9 @@ class DcpTrees:
     def _sort_in(self, name: str, names: DcpNames) -> None:
         part = names.part_of(name, self._entries.recorded(name), self._entries.form(name) is not None)
         if part is DcpPart.STATE:
-            parameter, key = names.state_key(name) or ("", "")
-            self.states.setdefault(parameter, {})[key] = name
+            parameter, *below = names.state_path(name, self._entries.recorded(name))
+            self.states.setdefault(parameter, {})[".".join(map(str, below))] = name
+            self._below[name] = tuple(below)
         elif part is DcpPart.OPTION:
             self._options.append((*(names.option_key(name) or ("", "")), name))
         elif part is DcpPart.MODEL:
@@ -146,7 +148,8 @@ class DcpTrees:
 
     def state(self, parameter: str) -> dict[str, Any]:
         """Return the optimizer's state of a parameter."""
-        return {key: self._entries.entry(name) for key, name in self.states.get(parameter, {}).items()}
+        entries = ((self._below[name], self._entries.entry(name)) for name in self.states.get(parameter, {}).values())
+        return dict(nested(entries))
 
     def scheduler(self) -> Any:
         if not self._scheduler:
