@@ -16,7 +16,7 @@ import torch
 import nxd_ckpt
 from nxd_ckpt import open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
-from tests.docs.markdown import REPOSITORY
+from tests.docs.markdown import DOCS, README, REPOSITORY, code_blocks
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 
@@ -47,6 +47,27 @@ def test_a_type_checker_finds_an_editable_installation(installed: Path, tmp_path
         'script.py:11: error: Argument "tag" to "save_checkpoint" has incompatible type "float"; '
         'expected "str | int | None"  [arg-type]',
     ] == done.stdout.splitlines()[:-1], done
+
+
+# Not of annotations: a page is a script, whose functions and empty dicts have none, and torch is not installed here.
+_OF_SCRIPTS = (
+    *("--ignore-missing-imports", "--allow-untyped-defs", "--allow-untyped-calls", "--allow-any-generics"),
+    *("--allow-subclassing-any", "--disable-error-code=var-annotated", "--disable-error-code=has-type"),
+)
+
+
+def test_a_type_checker_takes_the_pages(installed: Path, tmp_path: Path) -> None:
+    """Every Python block of README and the documentation: what is called, with what, and what may be None."""
+    for page in (README, *DOCS.glob("*.md")):
+        if blocks := code_blocks(page, "python"):
+            (tmp_path / f"{page.stem.replace('-', '_')}.py").write_text("\n".join(map(str.strip, blocks)))
+    names = [path.name for path in tmp_path.iterdir()]
+    python = str(installed / "bin" / "python")
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, *_OF_SCRIPTS, *names]
+
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+
+    assert f"Success: no issues found in {len(names)} source files" == done.stdout.strip(), done
 
 
 @pytest.fixture(scope="module")

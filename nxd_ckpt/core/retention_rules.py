@@ -6,6 +6,7 @@ A tag stays if any rule keeps it, if it is pinned, or if it is the newest. So ev
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
@@ -21,8 +22,16 @@ Metrics: TypeAlias = Mapping[str, float | None]
 """Metrics of the training that a save recorded, by name; None if a value was not finite."""
 
 
+class Rule(Options, ABC):
+    """Base of the rules here, so that type checkers know what a list of several of them holds."""
+
+    @abstractmethod
+    def chosen(self, tags: Sequence[TagInfo], metrics: Mapping[str, Metrics]) -> Sequence[TagInfo]:
+        """Return those of the ``tags``, oldest first, that the rule keeps."""
+
+
 @dataclass(frozen=True)
-class Last(Options):
+class Last(Rule):
     """A rule that keeps the newest ``count`` tags, of which the tag ``including`` is one, however old it is."""
 
     count: Count
@@ -37,7 +46,7 @@ class Last(Options):
 
 
 @dataclass(frozen=True)
-class Every(Options):
+class Every(Rule):
     """A rule that keeps each tag whose step is a multiple of ``steps``.
 
     The step is the last number after a word such as "step" or "iter", otherwise the last number in the name; decimals
@@ -56,7 +65,7 @@ class Every(Options):
 
 
 @dataclass(frozen=True)
-class Best(Options):
+class Best(Rule):
     """A rule that keeps the ``count`` tags with the lowest ``metric``, or with ``mode="max"`` the highest.
 
     Of equal ones it keeps the newest. How good a tag is that was saved without that metric, or with one that was not
@@ -91,7 +100,7 @@ class Best(Options):
 
 
 @dataclass(frozen=True)
-class Within(Options):
+class Within(Rule):
     """A rule that keeps the tags that were saved at most this long before the newest tag.
 
     No clock is read, so time that passes without a save removes nothing.
@@ -122,7 +131,6 @@ class Within(Options):
         return [info for info in tags if info.order_time >= tags[-1].order_time - self.seconds]
 
 
-Rule: TypeAlias = Last | Every | Best | Within
 BY_AGE = (Last, Within)
 """Rules that depend on the time of a tag."""
 BY_COUNT = (Last, Best)
