@@ -147,7 +147,8 @@ def test_whole_copies_beside_cuts_are_told_what_to_do(tmp_path: Path) -> None:
         cuts |= {each: Partition(dim, num_partitions=2) for each in whole if name in each and "layers.1." in each}
 
     def what(rank: int) -> dict[str, Any]:
-        return {"model": {n: t.chunk(2, cuts[n].partition_dim or 0)[rank] if n in cuts else t for n, t in whole.items()}}
+        cut = {name: whole[name].chunk(2, one.partition_dim or 0)[rank] for name, one in cuts.items()}
+        return {"model": {**whole, **cut}}
 
     save_as_every_rank(tmp_path / "run", "step_1", [Topology(tp=2, rank=rank) for rank in range(2)], what)
     tag = tmp_path / "run" / "step_1"
