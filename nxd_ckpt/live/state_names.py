@@ -132,7 +132,8 @@ def groups_of(tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     """
     by_index = _name_by_index(tree, "state", names)
     groups = [[by_index[index] for index in group["params"] if index in by_index] for group in tree["param_groups"]]
-    return {name: min(members) for members in groups for name in members}
+    firsts = [(min(members), members) for members in groups if members]
+    return {name: first for first, members in firsts for name in members}
 
 
 def _depth(part: str, path: Path) -> int:

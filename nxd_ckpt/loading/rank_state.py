@@ -23,7 +23,7 @@ NO_MESH = Mesh((), (), ())
 
 @dataclass(frozen=True)
 class RankState:
-    """This rank's own values, by name; see save.replicas.Own. They were saved ``on`` these meshes."""
+    """This rank's own values, by name; see saving.replicas.Own. They were saved ``on`` these meshes."""
 
     where: str = ""
     leaves: Mapping[str, Any] = field(default_factory=dict)
@@ -57,12 +57,15 @@ class RankState:
         if not own and not absent:
             return tree
         text = key_text if part == "scheduler" else str
-        at = {leaf_name(part, path, parameters, text): path for path, _ in iter_tensors(tree)}
         tensors = dict(iter_tensors(tree))
+        at = {leaf_name(part, path, parameters, text): path for path in tensors}
         at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
+        # In tags of before, keys of tensors are in their names as they are. Values have paths.
+        before = {leaf_name(part, path, parameters): path for path in tensors}
+        before |= {name: tuple(path) for name, path in self.paths.items()}
         values: dict[Path, Any] = {}
         for name, leaf in own.items():
-            path = at.get(name, tuple(self.paths[name]) if name in self.paths else None)
+            path = at.get(name, before.get(name))
             if path in tensors and is_tensor(leaf):
                 self._check(name, leaf, tensors[path], (placed or {}).get(path))
             if path is not None:

@@ -12,6 +12,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.loading.rank_state import RankState
 from tests.support.rank_pool import RankPool
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -86,6 +87,15 @@ def _passed(live: Any) -> dict[str, Any]:
 def test_keys_that_look_alike_are_told_apart(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """1 and "1", "a/b" and "b" in "a": each rank's own value of both comes back."""
     assert [[]] * 4 == gloo_ranks.run(keyed, tmp_path)
+
+
+def test_tags_of_before_have_keys_as_they_are_in_names() -> None:
+    """A tensor of a rank's own has no path there; it came back as rank 0's."""
+    own = {"scheduler/objects/s/loss/train": _full(1), "scheduler/objects/s/2": _full(2), "scheduler/objects/s/n/1": 3}
+    state = RankState(leaves=own, paths={"scheduler/objects/s/n/1": ["objects", "s", "n/1"]})
+    saved = {"objects": {"s": {"loss/train": _full(0), "2": _full(0), "n/1": 0}}}
+    expected = {"objects": {"s": {"loss/train": _full(1), "2": _full(2), "n/1": 3}}}
+    assert repr(expected) == repr(state.put_into("scheduler", saved, None))
 
 
 def one_name(rank: int, directory: Path) -> str:
