@@ -353,7 +353,7 @@ class OpenTag:
             )
 
     def rank_state(self, rank: int) -> list[dict[str, Any]]:
-        """Return what the global ``rank`` saved for itself, a saving.replicas.Own, with a TensorStub for each tensor."""
+        """Return what the global ``rank`` saved for itself, a saving.replicas.Own, with TensorStubs for tensors."""
         at = self.topology.coordinates_of(rank)
         index = self.index(at)
         files = [file for file in index.files if file.startswith(f"{names.RANK_STATE_DIR}/")]
