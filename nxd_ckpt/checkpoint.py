@@ -34,7 +34,7 @@ from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, open_storage
-from nxd_ckpt.tag.by_path import choose_anything
+from nxd_ckpt.tag.choosing import choose_anything
 from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag

@@ -32,7 +32,7 @@ from nxd_ckpt.reshard.unrecorded import names_template, partitions_template
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.by_path import find_by_path, open_anything
+from nxd_ckpt.tag.choosing import find_by_path, open_anything
 from nxd_ckpt.tag.directory import find_tag, list_tags
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign.recognise import recognise

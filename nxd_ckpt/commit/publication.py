@@ -27,7 +27,7 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal
 from nxd_ckpt.coordination.control_files import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.guests import remove_all_but_guests
-from nxd_ckpt.coordination.replacement import not_undone
+from nxd_ckpt.coordination.journal import not_undone
 from nxd_ckpt.core.names import DONE, MARKER
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import DirEntry, Storage, Writer

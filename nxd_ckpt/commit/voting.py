@@ -42,7 +42,7 @@ from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import MalformedFile, OutcomeUnknown, SaveFailed
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.storage.retrying import retried
+from nxd_ckpt.storage.wrapper import retried
 from nxd_ckpt.tag.range_reader import in_parallel
 
 ResultT = TypeVar("ResultT")

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.document import as_written
+from nxd_ckpt.core.document import as_written, instead_of_json
 from nxd_ckpt.core.limits import checked, checked_key, checked_name, checked_text, integers, shown
 from nxd_ckpt.core.mesh import MeshRecord
-from nxd_ckpt.core.other_files import instead_of_json
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.phases import RankPhases, phases_fields, phases_of
 from nxd_ckpt.core.retention_rules import Metrics

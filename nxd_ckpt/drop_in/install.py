@@ -27,7 +27,7 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.core.option_classes import takes
-from nxd_ckpt.drop_in import functions, lightning, rank_files
+from nxd_ckpt.drop_in import functions, rank_files
 from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE, IOState
 from nxd_ckpt.drop_in.settings import Settings
 from nxd_ckpt.keywords import InstallKeywords
@@ -143,9 +143,9 @@ _OURS: dict[str, dict[str, Callable[..., Any]]] = {
 """Our functions, by NxD's modules and the names there."""
 
 _METHODS = {
-    "save_checkpoint": lightning.save_checkpoint,
-    "load_checkpoint": lightning.load_checkpoint,
-    "remove_checkpoint": lightning.remove_checkpoint,
+    "save_checkpoint": rank_files.save_checkpoint,
+    "load_checkpoint": rank_files.load_checkpoint,
+    "remove_checkpoint": rank_files.remove_checkpoint,
 }
 _ADAPTER = "NeuronCheckpointIO"
 """NxD's class for Lightning, whose methods these replace."""

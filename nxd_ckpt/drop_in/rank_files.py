@@ -1,5 +1,8 @@
 """NxD's ``parallel_layers.save`` and ``load``: a file of the caller's dict for each model-parallel rank, and no tag.
 
+The methods of NxD's ``NeuronCheckpointIO``, its strategy's plug-in for Lightning, do the same. The class stays NxD's,
+since the strategy takes no other: only its methods are replaced.
+
 The files are NxD's: ``DIR/tp_rank_00_pp_rank_00/checkpoint.pt``, or with ``save_xser`` the file
 ``DIR/tp_rank_00_pp_rank_00`` with ``.tensors/`` beside it. They are written in a hidden directory first. Once all
 ranks' files are there, rank 0 notes that, and moves them into place. If it is killed meanwhile, the next save or load
@@ -9,7 +12,7 @@ moves the rest. So what a load finds is one save's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any
@@ -23,6 +26,7 @@ from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.drop_in import functions
+from nxd_ckpt.drop_in.functions import plain
 from nxd_ckpt.errors import CheckpointNotFound, KeyMismatch, PartLost, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
@@ -239,3 +243,26 @@ def _taken(content: Any, key: str, url: str) -> Any:
         kind = first_of(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise KeyMismatch(f"{url}: expected the state under {key!r} (model_key=), found {kind}")
     return content.pop(key)
+
+
+def save_checkpoint(
+    self: Any,
+    checkpoint: Mapping[str, Any],
+    path: StrPath,
+    storage_options: Any | None = None,
+    master_dp_only: bool = True,
+) -> None:
+    """Save Lightning's dict into the directory ``path``. Raises TypeError for ``storage_options``, as NxD."""
+    if storage_options is not None:
+        raise TypeError(f"{type(self).__name__} saves to file systems: expected storage_options=None")
+    save(plain(checkpoint), path, save_xser=self.save_load_xser, master_dp_only=master_dp_only)
+
+
+def load_checkpoint(self: Any, checkpoint_path: StrPath, master_dp_only: bool = True) -> Any:
+    """Return this rank's dict, its tensors on the CPU."""
+    return load(checkpoint_path, master_dp_only=master_dp_only)
+
+
+def remove_checkpoint(self: Any, path: StrPath) -> None:
+    """Remove the directory; rank 0 does it, wherever else this is called."""
+    remove(path)

@@ -15,9 +15,8 @@ from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
-from nxd_ckpt.core.document import parsing
+from nxd_ckpt.core.document import HEAD, instead_of_data, parsing
 from nxd_ckpt.core.limits import check_form, check_sizes, shown
-from nxd_ckpt.core.other_files import HEAD, instead_of_data
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, MalformedFile, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.image import Image, StorageRecord

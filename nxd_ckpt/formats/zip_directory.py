@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from nxd_ckpt.core import limits
+from nxd_ckpt.core.document import HEAD, instead_of_data
 from nxd_ckpt.core.limits import check_count, shown
-from nxd_ckpt.core.other_files import HEAD, instead_of_data
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.tensors import StorageSpan
 

@@ -36,7 +36,7 @@ from nxd_ckpt.loading.overwriting import overwriting
 from nxd_ckpt.loading.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
-from nxd_ckpt.tag.by_path import ByPath, Opens, around, find_by_path, with_given_model
+from nxd_ckpt.tag.choosing import ByPath, Opens, around, find_by_path, with_given_model
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import TagSource, choose_nearest

@@ -21,7 +21,7 @@ from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.conversion import MappingSpec
 from nxd_ckpt.options.execution import DownloadOptions, Verify
-from nxd_ckpt.tag.by_path import Place
+from nxd_ckpt.tag.choosing import Place
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from nxd_ckpt.coordination import lease
 from nxd_ckpt.coordination.control_files import LEASE, PLACE
 from nxd_ckpt.coordination.guests import entries_of
+from nxd_ckpt.coordination.journal import Replacement
 from nxd_ckpt.coordination.lease import other_job_lives
-from nxd_ckpt.coordination.replacement import Replacement
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import InvalidArgument
@@ -29,7 +29,7 @@ from nxd_ckpt.storage.urls import (
     local_path,
     open_storage,
 )
-from nxd_ckpt.tag.by_path import own_place
+from nxd_ckpt.tag.choosing import own_place
 from nxd_ckpt.tag.directory import clash, holds_tags, require_directory, tag_around
 
 logger = logging.getLogger("nxd_ckpt")

@@ -27,7 +27,7 @@ from nxd_ckpt.output.output import matches
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, open_storage, options_for
-from nxd_ckpt.tag.by_path import own_place
+from nxd_ckpt.tag.choosing import own_place
 from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
 from nxd_ckpt.tag.foreign.quantization import without_quantization
 from nxd_ckpt.tag.foreign.weight_files import SINGLE

@@ -1,6 +1,6 @@
 """The output of an export, an unsharding or a packing: it replaces what was there only when it is complete.
 
-On a file system it is written under another name, and renamed at the end (see coordination.replacement). An object
+On a file system it is written under another name, and renamed at the end (see coordination.journal). An object
 store has no renames, so there files are written in place; the file that readers look for first (the index, or the
 single file) comes last. A lease keeps other processes from writing it meanwhile.
 """

@@ -21,8 +21,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
 from nxd_ckpt.output.locations import Location, own_location, settled_input
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, join
-from nxd_ckpt.tag.by_path import ByPath
-from nxd_ckpt.tag.choosing import choose_tag, settle_swap
+from nxd_ckpt.tag.choosing import ByPath, choose_tag, settle_swap
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights

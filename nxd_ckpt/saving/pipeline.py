@@ -16,9 +16,8 @@ from nxd_ckpt.core.votes import plan_difference
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.saving.background import Helpers, Worker
 from nxd_ckpt.saving.ballot import Ballot, tidy
-from nxd_ckpt.saving.pending import SaveProgress
+from nxd_ckpt.saving.pending import Helpers, SaveProgress, Worker
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replica_check import agree_on_groups, mesh_summary
 from nxd_ckpt.saving.save_attempt import SaveAttempt

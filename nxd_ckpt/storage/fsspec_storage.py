@@ -41,8 +41,8 @@ from nxd_ckpt.storage.base import (
     checked_length,
     runs,
 )
-from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
+from nxd_ckpt.storage.wrapper import RetryingStorage
 
 
 class FsspecReader:

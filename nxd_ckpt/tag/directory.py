@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from nxd_ckpt.coordination.guests import entries_of, guests_of
+from nxd_ckpt.core.document import known_by_name
 from nxd_ckpt.core.limits import DOCUMENT, NOTE
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import (
@@ -33,7 +34,6 @@ from nxd_ckpt.core.names import (
     parse,
     spanned,
 )
-from nxd_ckpt.core.other_files import known_by_name
 from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile

@@ -32,8 +32,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import absolute, open_storage
-from nxd_ckpt.tag.by_path import around, find_by_path
-from nxd_ckpt.tag.choosing import choose, settled_tags, tag_meant
+from nxd_ckpt.tag.choosing import around, choose, find_by_path, settled_tags, tag_meant
 from nxd_ckpt.tag.directory import (
     NO_TAG,
     describe_incomplete,

@@ -41,7 +41,7 @@ from nxd_ckpt.formats.torch_zip import read_directory
 from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.by_path import Place, choose_anything
+from nxd_ckpt.tag.choosing import Place, choose_anything
 from nxd_ckpt.tag.digest_lists import DIGESTS, SUMS, read_seal, read_sums, sha256_of
 from nxd_ckpt.tag.directory import NO_TAG
 from nxd_ckpt.tag.files import MissingTensor, TagFiles

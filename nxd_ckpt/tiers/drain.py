@@ -24,7 +24,7 @@ from nxd_ckpt.coordination.control_files import COPIES
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
-from nxd_ckpt.saving.background import Helpers, Worker
+from nxd_ckpt.saving.pending import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.transfer import CopyPace

@@ -27,7 +27,7 @@ from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
 from nxd_ckpt.output.cp_files import TagFile, files_to_copy
-from nxd_ckpt.saving.background import Worker
+from nxd_ckpt.saving.pending import Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.hosts_storage import Directory, Hosts, HostsStorage
 from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory

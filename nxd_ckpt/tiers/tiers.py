@@ -19,8 +19,7 @@ from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, copy_by_pieces
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.by_path import Place
-from nxd_ckpt.tag.choosing import settled_tags
+from nxd_ckpt.tag.choosing import Place, settled_tags
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.union import choose_nearest

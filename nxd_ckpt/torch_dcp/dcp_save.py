@@ -27,8 +27,8 @@ from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, itemsize, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.saving.background import Helpers
 from nxd_ckpt.saving.collected_save import CollectedSave
+from nxd_ckpt.saving.pending import Helpers
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.saving.staging import stage_and_write

@@ -27,7 +27,7 @@ from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.by_path import find_by_path
+from nxd_ckpt.tag.choosing import find_by_path
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from tests.formats.assemblies import read_leaf

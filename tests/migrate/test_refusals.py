@@ -25,7 +25,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.output.locations import Location, locate_input
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.by_path import own_place
+from nxd_ckpt.tag.choosing import own_place
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config

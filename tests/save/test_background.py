@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, effects
-from nxd_ckpt.saving.background import Helpers
+from nxd_ckpt.saving.pending import Helpers
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import CheckpointError, StagingTooLarge
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.saving.background import Helpers
+from nxd_ckpt.saving.pending import Helpers
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.staging import Stager
 from nxd_ckpt.saving.waves import plan_waves

@@ -29,7 +29,7 @@ from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
 from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 
-_JOURNAL, _LEASE, _REPLACEMENT = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "replacement"))
+_JOURNAL, _LEASE = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease"))
 _INTENTS, _GUESTS = "nxd_ckpt/coordination/intents.py", "nxd_ckpt/coordination/guests.py"
 _MANIFEST = "nxd_ckpt/core/manifest.py"
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
@@ -194,7 +194,7 @@ BREAKS = [
     Break(
         "Old tag removed, not set aside, where nothing exchanges names", "disk",
         {
-            _REPLACEMENT: (
+            _JOURNAL: (
                 "            storage.rename(self.target, self.aside)\n            storage.rename(self.finished",
                 "            storage.remove(self.target)\n            storage.rename(self.finished",
             )
@@ -706,11 +706,11 @@ BREAKS += [
     ),
     Break(
         "Failed rename that happened leaves the tag visible", "a lost reply",
-        {_REPLACEMENT: (" or bool((is_new or self._has_new_name)())", "")},
+        {_JOURNAL: (" or bool((is_new or self._has_new_name)())", "")},
     ),
     Break(
         "Failed exchange that happened is not reversed", "a lost reply",
-        {_REPLACEMENT: ("if self.is_there(self.finished) and storage.swap(self.finished, self.target):", "if False:")},
+        {_JOURNAL: ("if self.is_there(self.finished) and storage.swap(self.finished, self.target):", "if False:")},
     ),
     Break(
         "Closed session listens to the news", "store",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.storage.wrapper import RetryingStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, delaying
 from tests.conftest import BUCKET
 from tests.support.s3_server import S3Server

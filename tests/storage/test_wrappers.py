@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt import effects
-from nxd_ckpt.storage import retrying
+from nxd_ckpt.storage import wrapper
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.retrying import RetryingStorage
 from nxd_ckpt.storage.throttle import Throttle, shared_throttle
+from nxd_ckpt.storage.wrapper import RetryingStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
@@ -47,7 +47,7 @@ def test_what_may_go_away_is_tried_again(
 def test_it_gives_up_with_the_last_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the error of the last try."""
     seen, hook = failing_first(100, ConnectionResetError("reset"))
-    monkeypatch.setattr(retrying, "pause_after", lambda tries: 0.0)
+    monkeypatch.setattr(wrapper, "pause_after", lambda tries: 0.0)
     storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=2)
     with pytest.raises(ConnectionResetError, match="reset"):
         storage.list()

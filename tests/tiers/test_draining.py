@@ -14,9 +14,9 @@ import pytest
 from nxd_ckpt import Checkpointer, Tier, checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, StorageError
-from nxd_ckpt.storage import retrying
+from nxd_ckpt.storage import wrapper
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.retrying import RetryingStorage
+from nxd_ckpt.storage.wrapper import RetryingStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from nxd_ckpt.tiers import drain
 from tests.conversion.tags import contents, remains
@@ -128,7 +128,7 @@ def test_requests_that_fail_and_a_throttle_only_delay(tmp_path: Path, monkeypatc
             raise ConnectionError("reset by peer")
 
     store = MemoryStorage()
-    monkeypatch.setattr(retrying, "pause_after", lambda tries: 0.0)
+    monkeypatch.setattr(wrapper, "pause_after", lambda tries: 0.0)
     flaky = RetryingStorage(HookedStorage(store, unreliable), retries=20)
     tier = Tier("flaky", keep=2, max_bytes_per_second="1MB", storage=flaky)
     with Checkpointer(tiers=[Tier(tmp_path, keep=2), tier]) as saver:

@@ -28,7 +28,7 @@ import torch
 
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.retrying import RetryingStorage
+from nxd_ckpt.storage.wrapper import RetryingStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tools.bench.host import resident
 from tools.bench.results import ratios

@@ -32,9 +32,9 @@ from nxd_ckpt.storage.base import (
     checked_length,
     runs,
 )
-from nxd_ckpt.storage.retrying import pause_after
 from nxd_ckpt.storage.s3.bucket import Bucket, ConditionFailed, OutOfRange, S3Options
 from nxd_ckpt.storage.s3.upload import S3Writer, put_if
+from nxd_ckpt.storage.wrapper import pause_after
 
 logger = logging.getLogger("nxd_ckpt")
 

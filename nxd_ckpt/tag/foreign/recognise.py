@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.other_files import HEAD, instead_of_data, known_by_name
+from nxd_ckpt.core.document import HEAD, instead_of_data, known_by_name
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.zip_directory import LOCAL_MARK

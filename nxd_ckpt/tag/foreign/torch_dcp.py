@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.core.document import parsing
+from nxd_ckpt.core.document import instead_of_data, parsing
 from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_sizes, shown
-from nxd_ckpt.core.other_files import instead_of_data
 from nxd_ckpt.errors import MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_ckpt.core import document
+from nxd_ckpt.core.document import known_by_name
 from nxd_ckpt.core.limits import RANKS, check_count
-from nxd_ckpt.core.other_files import known_by_name
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
