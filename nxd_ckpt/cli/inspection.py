@@ -27,8 +27,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, TagReplaced, UnsafePickle
 from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, dtype_name, iter_tensors
-from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_parameters
-from nxd_ckpt.reshard.unrecorded import names_template, partitions_template
+from nxd_ckpt.reshard.resharded_state import names_template, partitions_of_tag, partitions_template, recorded_parameters
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage

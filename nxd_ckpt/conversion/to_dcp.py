@@ -23,7 +23,7 @@ from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.dcp_state import DcpState
-from nxd_ckpt.reshard.unrecorded import checked_facts
+from nxd_ckpt.reshard.resharded_state import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.urls import StrPath

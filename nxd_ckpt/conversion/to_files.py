@@ -23,7 +23,7 @@ from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.model_files import WeightFile, index_file, json_file
 from nxd_ckpt.output.output import Output, OutputKind
 from nxd_ckpt.output.source import Source
-from nxd_ckpt.reshard.unrecorded import checked_facts
+from nxd_ckpt.reshard.resharded_state import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.saving.planned_file import NamedLeaf, PlannedFile, file_of
 from nxd_ckpt.storage.progress import Counter

@@ -25,8 +25,8 @@ from nxd_ckpt.loading.parts import positions_together
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, locate_output
 from nxd_ckpt.output.source import Source, refuse_mixed_ranks
+from nxd_ckpt.reshard.resharded_state import checked_facts
 from nxd_ckpt.reshard.target import Target
-from nxd_ckpt.reshard.unrecorded import checked_facts
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 

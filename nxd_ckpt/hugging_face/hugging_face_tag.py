@@ -17,9 +17,9 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import KeyMismatch, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, restore_types
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, TensorStub, cast_dtype
+from nxd_ckpt.hugging_face.hf_slice import HfTensor
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
-from nxd_ckpt.hugging_face.mapped_tensors import HfTensor
 from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.hugging_face.sizes import Sizes

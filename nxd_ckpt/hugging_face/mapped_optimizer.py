@@ -20,8 +20,8 @@ from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, Unsup
 from nxd_ckpt.formats.memory import allocated
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import form_of, is_tensor
+from nxd_ckpt.hugging_face.hf_slice import HfTensor, NxdTensor
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
-from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
 from nxd_ckpt.tag.opened import OpenTag

@@ -29,8 +29,7 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
 )
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, is_tensor
-from nxd_ckpt.hugging_face.hf_slice import ALL_RANKS, HfSlice, hf_slices, partition_of
-from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.hugging_face.hf_slice import ALL_RANKS, HfSlice, HfTensor, NxdTensor, hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
 from nxd_ckpt.hugging_face.sizes import Sizes

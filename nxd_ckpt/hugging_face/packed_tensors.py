@@ -18,8 +18,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, ShapeMismatch, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly, Fragment, ReshapedAssembly, TensorStub, itemsize
-from nxd_ckpt.hugging_face.hf_slice import hf_slices, partition_of
-from nxd_ckpt.hugging_face.mapped_tensors import HfTensor, NxdTensor
+from nxd_ckpt.hugging_face.hf_slice import HfTensor, NxdTensor, hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
 from nxd_ckpt.hugging_face.packing import Packed, PartSlice
 from nxd_ckpt.hugging_face.sizes import Sizes

@@ -27,7 +27,7 @@ from nxd_ckpt.saving.waves import Wave, end_of, plan_waves
 from nxd_ckpt.saving.writing import WRITERS
 from nxd_ckpt.storage.arena import whole_pages
 from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.storage.throttle import SavePace
+from nxd_ckpt.storage.transfer import SavePace
 
 logger = logging.getLogger("nxd_ckpt")
 

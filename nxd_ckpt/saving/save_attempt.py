@@ -40,7 +40,7 @@ from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.waves import Wave
 from nxd_ckpt.saving.writing import FileWriter, parent_of
-from nxd_ckpt.storage.throttle import SavePace
+from nxd_ckpt.storage.transfer import SavePace
 
 logger = logging.getLogger("nxd_ckpt")
 

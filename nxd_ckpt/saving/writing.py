@@ -37,7 +37,7 @@ from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.waves import Span, Wave
 from nxd_ckpt.storage.base import Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
-from nxd_ckpt.storage.throttle import SavePace
+from nxd_ckpt.storage.transfer import SavePace
 from nxd_ckpt.tag.directory import list_tags
 
 logger = logging.getLogger("nxd_ckpt")

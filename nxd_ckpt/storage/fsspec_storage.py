@@ -35,7 +35,7 @@ from nxd_ckpt.storage.base import (
     checked_length,
     runs,
 )
-from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
+from nxd_ckpt.storage.transfer import Throttle, check_limits, shared_throttle
 from nxd_ckpt.storage.wrapper import RetryingStorage
 
 

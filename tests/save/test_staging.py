@@ -24,7 +24,7 @@ from nxd_ckpt.saving.writing import FileWriter
 from nxd_ckpt.storage import local_files
 from nxd_ckpt.storage.arena import PAGE, Arena
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.throttle import SavePace
+from nxd_ckpt.storage.transfer import SavePace
 
 pytestmark = pytest.mark.plain
 

@@ -23,7 +23,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.s3 import upload
 from nxd_ckpt.storage.s3.bucket import S3Options
 from nxd_ckpt.storage.s3.upload import MOST_PARTS, PART, part_nbytes
-from nxd_ckpt.storage.throttle import Throttle
+from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 from tests.conftest import BUCKET
 from tests.storage.storages import s3
@@ -243,7 +243,7 @@ def test_places_that_are_not_there(s3_server: S3Server) -> None:
 def test_credentials_come_from_the_usual_places(s3_server: S3Server, tmp_path: Path) -> None:
     """The environment's; without any, an error says where they may come from."""
     program = f"""
-from nxd_ckpt.storage.throttle import Throttle
+from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 storage = open_storage("s3://{BUCKET}/{uuid.uuid4().hex}", storage_options={{"retries": 0}})
 try:
@@ -275,7 +275,7 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     program = """
 import sys
 import nxd_ckpt
-from nxd_ckpt.storage.throttle import Throttle
+from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 open_storage(".")
 print([name for name in ("boto3", "botocore", "fsspec", "moto") if name in sys.modules])
@@ -289,7 +289,7 @@ def test_a_library_that_is_missing(url: str, module: str) -> None:
     program = f"""
 import sys
 sys.modules[{module!r}] = None
-from nxd_ckpt.storage.throttle import Throttle
+from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 try:
     open_storage({url!r})

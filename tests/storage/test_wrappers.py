@@ -9,7 +9,7 @@ import pytest
 from nxd_ckpt import effects
 from nxd_ckpt.storage import wrapper
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.throttle import Throttle, shared_throttle
+from nxd_ckpt.storage.transfer import Throttle, shared_throttle
 from nxd_ckpt.storage.wrapper import RetryingStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 

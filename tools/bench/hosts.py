@@ -25,7 +25,7 @@ import torch
 from nxd_ckpt import Checkpointer, Tier, Topology
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.throttle import Throttle
+from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tools.bench.world import World
 

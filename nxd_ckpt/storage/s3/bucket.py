@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.throttle import Throttle, check_limits, shared_throttle
+from nxd_ckpt.storage.transfer import Throttle, check_limits, shared_throttle
 from nxd_ckpt.version import __version__
 
 logger = logging.getLogger("nxd_ckpt")

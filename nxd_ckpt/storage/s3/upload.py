@@ -20,7 +20,7 @@ from typing import Any
 from nxd_ckpt import effects
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket, ConditionFailed
-from nxd_ckpt.storage.throttle import Throttle
+from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.wrapper import pause_after
 
 logger = logging.getLogger("nxd_ckpt")
