@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ import torch
 
 from nxd_ckpt.core.name_patterns import PARAM_GROUPS
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
-from nxd_ckpt.formats.tensors import Path, children_of, iter_tensors
+from nxd_ckpt.formats.tensors import CONTAINERS, Path, children_of, iter_tensors
 from nxd_ckpt.live.named import OBJECTS
 
 SECTIONS = ("state", "base_state", MASTERS)
@@ -146,20 +148,31 @@ def _depth(part: str, path: Path) -> int:
 def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = ()) -> Any:
     """Return ``tree`` with these ``values`` at their paths, also where there was none, and without the ``absent``.
 
-    ``tree`` itself does not change.
+    ``tree`` itself does not change, and containers keep their types.
     """
     above = {path[:length] for path in (*values, *absent) for length in range(len(path))}
 
     def walk(node: Any, path: Path) -> Any:
         if path in values:
             return values[path]
-        if path not in above or not isinstance(node, (dict, list, tuple)):
+        if path not in above or not isinstance(node, CONTAINERS):
             return node
-        if not isinstance(node, dict):
-            return type(node)([walk(child, (*path, key)) for key, child in enumerate(node)])
-        new = {at[-1]: None for at in values if at[:-1] == path}
-        present = {key: node.get(key) for key in {**node, **new} if (*path, key) not in absent}
-        return {key: walk(child, (*path, key)) for key, child in present.items()}
+        children = dict(children_of(node))
+        if isinstance(node, tuple):
+            return type(node)([walk(child, (*path, key)) for key, child in children.items()])
+        new = copy.copy(node)
+        if isinstance(node, (list, deque)):
+            for key, child in children.items():
+                new[key] = walk(child, (*path, key))
+            return new
+        further = {at[-1]: None for at in values if at[:-1] == path}
+        present = {**children, **further}
+        items = new if isinstance(node, dict) else vars(new)
+        items.clear()
+        for key in present:
+            if (*path, key) not in absent:
+                items[key] = walk(present[key], (*path, key))
+        return new
 
     return walk(tree, ())
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, OrderedDict, defaultdict, deque
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +98,38 @@ def test_tags_of_before_have_keys_as_they_are_in_names() -> None:
     saved = {"objects": {"s": {"loss/train": _full(0), "2": _full(0), "n/1": 0}}}
     expected = {"objects": {"s": {"loss/train": _full(1), "2": _full(2), "n/1": 3}}}
     assert repr(expected) == repr(state.put_into("scheduler", saved, None))
+
+
+HELD: dict[str, Any] = {
+    "deque": lambda n: {"d": deque([n, _full(n)], maxlen=3)},
+    "OrderedDict": lambda n: {"o": OrderedDict(a=n, b=_full(n))},
+    "defaultdict": lambda n: {"d": defaultdict(int, a=n, b=_full(n))},
+    "Counter": lambda n: Counter("ab" + "a" * n),
+    "namespace": lambda n: {"s": SimpleNamespace(a=n, b=_full(n))},
+}
+"""Containers of a number and a tensor of each rank."""
+
+
+def contained(rank: int, directory: Path) -> list[str]:
+    """Which of HELD come back otherwise."""
+    lost = []
+    for kind in (Object, Extra):
+        for name, form in HELD.items():
+            if kind is Extra and name == "OrderedDict":  # a model's become dicts on all ranks
+                continue
+            live = kind(form(rank))
+            with Checkpointer(directory / f"{kind.__name__} {name}") as checkpointer:
+                for step in (1, 2):
+                    checkpointer.save(step, **_passed(live))
+                    other = kind(form(9))
+                    checkpointer.load(step, **_passed(other))
+                    lost += [f"{name}: {other.state}"] if repr(other.state) != repr(live.state) else []
+    return lost
+
+
+def test_what_differs_comes_back_in_containers_of_every_kind(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """A deque kept rank 0's; an OrderedDict became a dict."""
+    assert [[]] * 4 == gloo_ranks.run(contained, tmp_path)
 
 
 def one_name(rank: int, directory: Path) -> str:
