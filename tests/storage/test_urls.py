@@ -57,10 +57,3 @@ def test_a_url_that_was_made_a_path(url: str) -> None:
     for options in (None, {"retries": 1}):
         with pytest.raises(InvalidArgument, match="pass URLs as strings"):
             open_storage(Path(url), storage_options=options)
-
-
-@pytest.mark.parametrize("url", ["https://host/run", "http://host/run.tar", "simplecache::https://host/run"])
-def test_web_servers_are_refused(url: str) -> None:
-    """With what to do instead; nothing is asked of the server."""
-    with pytest.raises(InvalidArgument, match="no checkpoint is read from a web server: download its files"):
-        open_storage(url)
