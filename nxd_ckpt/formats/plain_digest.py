@@ -13,7 +13,10 @@ from nxd_ckpt.formats.crc32 import crc32
 
 def digest_of_value(value: Any) -> int:
     """Return a digest that is equal for equal plain data."""
-    return crc32(repr(_plain(value)).encode("utf-8", "surrogatepass"))
+    try:
+        return crc32(repr(_plain(value)).encode("utf-8", "surrogatepass"))
+    except RecursionError:  # it contains itself
+        return crc32(pickle.dumps(value))
 
 
 def _plain(value: Any) -> Any:

@@ -203,14 +203,19 @@ def user_content(rank: int, directory: Path, contents: list[Any]) -> list[str]:
     return [each for each in messages if "user_content" in each]
 
 
+_ITSELF: dict[str, Any] = {}
+_ITSELF["self"] = _ITSELF
+
+
 @pytest.mark.parametrize(
     ("contents", "warnings"),
     [
         ([{"step": 1}] * 4, 0),
         ([{"step": 1}, None, None, None], 0),
         ([{"step": 1, "seed": seed, "t": torch.ones(2)} for seed in (0, 0, 7, 0)], 1),
+        ([_ITSELF] * 4, 0),
     ],
-    ids=["alike", "rank 0's", "of each rank"],
+    ids=["alike", "rank 0's", "of each rank", "contains itself"],
 )
 def test_user_content_that_differs_is_told_once(
     gloo_ranks: RankPool, tmp_path: Path, contents: list[Any], warnings: int
