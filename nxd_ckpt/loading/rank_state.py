@@ -60,17 +60,17 @@ class RankState:
         tensors = dict(iter_tensors(tree))
         at = {leaf_name(part, path, parameters, text): path for path in tensors}
         at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
-        # In tags of before, keys of tensors are in their names as they are. Values have paths.
-        before = {leaf_name(part, path, parameters): path for path in tensors}
-        before |= {name: tuple(path) for name, path in self.paths.items()}
+        # In tags of before, keys are in names as they are. What differs there has a path, except tensors.
+        before = {leaf_name(part, path, parameters): path for path in (*tensors, *at.values())}
+        places = before | {name: tuple(path) for name, path in self.paths.items()} | at
         values: dict[Path, Any] = {}
         for name, leaf in own.items():
-            path = at.get(name, before.get(name))
+            path = places.get(name)
             if path in tensors and is_tensor(leaf):
                 self._check(name, leaf, tensors[path], (placed or {}).get(path))
             if path is not None:
                 values[path] = leaf
-        return replaced(tree, values, [at[name] for name in absent if name in at])
+        return replaced(tree, values, [places[name] for name in absent if name in places])
 
     def _check(self, name: str, own: Any, leaf: Any, placed: Placed | None) -> None:
         mesh = None if placed is None else described_layout(placed.layout)
