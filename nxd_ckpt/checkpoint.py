@@ -29,8 +29,7 @@ from nxd_ckpt.keywords import LoadKeysKeywords, OpenKeywords
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.loading.load_attempt import download, open_cache
 from nxd_ckpt.options.execution import DownloadOptions, OpenOptions
-from nxd_ckpt.reshard.plain_values import plain_values
-from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag, plain_values
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, open_storage

@@ -13,8 +13,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.conversion.to_dcp import to_dcp
 from nxd_ckpt.conversion.to_files import MODEL, OPTIM, to_files
-from nxd_ckpt.conversion.to_nxd_tag import to_nxd_tag
-from nxd_ckpt.conversion.to_tag import to_tag
+from nxd_ckpt.conversion.to_tag import to_nxd_tag, to_tag
 from nxd_ckpt.conversion.to_tar import to_tar
 from nxd_ckpt.core.option_classes import fields_of, options_of, takes
 from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors

@@ -28,14 +28,22 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, cast_dtype, dtype_name
-from nxd_ckpt.hugging_face.adapter_mapping import PREFIX, AdapterMapping, adapter_mapping
 from nxd_ckpt.hugging_face.hf_slice import HfTensor
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapping import ModelMapping
-from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, text_config, with_head_of
+from nxd_ckpt.hugging_face.mappings import (
+    INFERENCE,
+    PREFIX,
+    AdapterMapping,
+    adapter_mapping,
+    find_mapping,
+    inference_sizes,
+    text_config,
+    with_head_of,
+)
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.conversion import ConvertOptions

@@ -11,9 +11,8 @@ from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.reshard.plain_values import ABSENT, equal_values, plain_values
-from nxd_ckpt.reshard.summary import Tally
-from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
+from nxd_ckpt.reshard.summary import ABSENT, Tally, equal_values
+from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag, plain_values
 from nxd_ckpt.storage.progress import Counter, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.reading import Leaf

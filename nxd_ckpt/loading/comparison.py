@@ -28,7 +28,7 @@ from nxd_ckpt.live.optimizer_state import Slot
 from nxd_ckpt.live.torch_xla import to_cpu
 from nxd_ckpt.loading.live_digests import SMALL, LiveDigests, digest_at_once
 from nxd_ckpt.loading.options import LoadOptions
-from nxd_ckpt.reshard.plain_values import ABSENT, equal_values
+from nxd_ckpt.reshard.summary import ABSENT, equal_values
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")

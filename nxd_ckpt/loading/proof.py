@@ -30,7 +30,7 @@ from nxd_ckpt.loading.comparison import Comparison, Digests
 from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
 from nxd_ckpt.loading.provenance import Provenance
 from nxd_ckpt.loading.trees import LoadTrees
-from nxd_ckpt.reshard.plain_values import ABSENT
+from nxd_ckpt.reshard.summary import ABSENT
 from nxd_ckpt.tag.reading import LeafReader
 
 _NOT_OPTIONS = ("params", "param_names", OPTIMIZER_NAME)

@@ -9,8 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from nxd_ckpt.conversion.result import Converted
-from nxd_ckpt.conversion.tag_job import Job
-from nxd_ckpt.conversion.tag_writer import write_tag
+from nxd_ckpt.conversion.tag_writer import Job, write_tag
 from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.conversion.to_files import to_files
 from nxd_ckpt.conversion.to_hf import are_converted, to_hf

@@ -18,7 +18,7 @@ from nxd_ckpt.core.limits import checked
 from nxd_ckpt.core.parameter_names import is_adapter, without_base_layer
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
-from nxd_ckpt.hugging_face.adapter_mapping import PREFIX
+from nxd_ckpt.hugging_face.mappings import PREFIX
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.recognise import STAGE_METADATA

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from nxd_ckpt.conversion.to_nxd_tag import import_target, outside
+from nxd_ckpt.conversion.to_tag import import_target, outside
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import is_tensor

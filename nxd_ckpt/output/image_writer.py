@@ -17,8 +17,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import DtypeMismatch
 from nxd_ckpt.formats.memory import byte_view, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.saving.planned_file import PlannedFile
-from nxd_ckpt.saving.waves import Wave, end_of, plan_waves, views_of
+from nxd_ckpt.saving.planned_file import PlannedFile, Wave, end_of, plan_waves, views_of
 from nxd_ckpt.saving.writing import WRITERS, FileWriter
 from nxd_ckpt.storage.arena import PAGE, Arena
 from nxd_ckpt.storage.base import Storage

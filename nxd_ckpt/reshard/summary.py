@@ -224,3 +224,27 @@ def _finite_square(x: torch.Tensor) -> float:
     """Return the sum of squares of the finite elements."""
     squares = square(x)
     return squares if isfinite(squares) else square(exact(x).masked_fill(~x.isfinite(), 0))
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT: Any = _Absent()
+"""A stand-in for an absent value."""
+
+
+def equal_values(a: Any, b: Any) -> bool:
+    """Return whether two leaves are equal; NaN equals NaN, and numbers of different types are compared by value."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        tally = Tally()
+        tally.add(a.flatten(), b.flatten())
+        return not tally.differing
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return False
+    if hasattr(a, "__array__") or hasattr(b, "__array__"):  # a NumPy array has no single truth value
+        return type(a) is type(b) and (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    return bool(a == b) or (a != a and b != b)

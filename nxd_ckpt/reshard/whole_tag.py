@@ -22,6 +22,7 @@ from nxd_ckpt.errors import (
     PartLost,
     PartNotFound,
     TopologyMismatch,
+    UnsafePickle,
 )
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import (
@@ -32,7 +33,9 @@ from nxd_ckpt.formats.tensors import (
     children_of,
     form_of,
     is_tensor,
+    iter_leaves,
     iter_tensors,
+    map_tensors,
     nbytes_of,
 )
 from nxd_ckpt.options.execution import SavedNames
@@ -382,3 +385,47 @@ def _without_tensors(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         return
     for key, child in children_of(value):
         yield from _without_tensors((*path, key), child)
+
+
+def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
+    """Return values by names such as "optim/param_groups/0/lr", "scheduler/last_epoch" and "user_content/steps".
+
+    Values that cannot be read without running code are left out; ``problems`` gets the reason, by name.
+    """
+    opened = tag.opened
+    values = {name: value for key, inner in tag.values.items() for name, value in _leaves_below(key, inner)}
+    for number, group in enumerate(tag.param_groups):
+        options: Any = map_tensors(group, opened.read)
+        values |= {f"optim/param_groups/{number}/params": options.pop("params")}
+        values |= dict(_leaves_below(f"optim/param_groups/{number}", options))
+    for name, read in {"scheduler": opened.scheduler, "user_content": opened.user_content}.items():
+        if not getattr(opened.parts, name):
+            continue
+        try:
+            values |= dict(_leaves_below(name, read()))
+        except UnsafePickle as error:
+            problems[f"{name}/"] = f"{name} is not compared: {error}"
+    return values
+
+
+def rank_values(opened: OpenTag, problems: dict[str, str]) -> dict[int, dict[str, Any]]:
+    """Return the values that each rank saved for itself, by rank and name, such as "rank_content/random/torch".
+
+    Values that cannot be read without running code are left out; ``problems`` gets the reason, by name.
+    """
+    values: dict[int, dict[str, Any]] = {}
+    for rank in range(opened.topology.world_size) if opened.parts.rank_content else ():
+        try:
+            values[rank] = dict(_leaves_below("rank_content", opened.rank_content(rank)))
+        except PartLost:
+            raise
+        except PartNotFound:
+            continue  # this rank saved nothing
+        except UnsafePickle as error:
+            problems["rank_content/"] = f"rank_content is not compared: {error}"
+    return values
+
+
+def _leaves_below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a nested container, with their paths below ``name``."""
+    return (("/".join((name, *map(str, path))), leaf) for path, leaf in iter_leaves(value))

@@ -19,11 +19,11 @@ from nxd_ckpt.live import torch_xla
 from nxd_ckpt.saving.ballot import Ballot, tidy
 from nxd_ckpt.saving.pending import Helpers, SaveProgress, Worker
 from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.planned_file import Wave, end_of, plan_waves
 from nxd_ckpt.saving.replica_check import agree_on_groups, mesh_summary
 from nxd_ckpt.saving.save_attempt import SaveAttempt
 from nxd_ckpt.saving.save_planner import Planner
 from nxd_ckpt.saving.staging import Stager, buffers_of
-from nxd_ckpt.saving.waves import Wave, end_of, plan_waves
 from nxd_ckpt.saving.writing import WRITERS
 from nxd_ckpt.storage.arena import whole_pages
 from nxd_ckpt.storage.progress import Counter, report, watched

@@ -1,14 +1,21 @@
-"""One file to write, laid out before any byte of it is copied."""
+"""Files to write, laid out before any byte of them is copied, and the waves in which they are.
+
+A wave is the bytes of files that are in memory at the same time, if the files are larger than that memory. A file has
+the same layout in memory as on disk: tensors at their offsets, and the bytes between them filled in once the digests
+are known. Bytes after the last tensor of a file are in no wave, nor is its head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.dcp_names import DcpChunk
+from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.partition import Piece
+from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.recorded_tree import RecordedTree
 from nxd_ckpt.formats.tensors import form_of
@@ -86,3 +93,117 @@ def file_of(key: str, tree: Any, leaves: Sequence[NamedLeaf], *, records: bool =
         for each in leaves
     )
     return PlannedFile(key, image, tensors)
+
+
+_ALIGNMENT = 4096
+"""Memory and file agree on where multiples of this are, so that all but the ends of a span can be written directly."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes ``start <= offset < stop`` of the file number ``file``, at ``at`` in memory.
+
+    They are ``storages`` of its image, by number, with the bytes before each. If it ``is_part``, they are a part of the
+    one storage, which is larger than the memory, and ``start`` is a multiple of the digest's block from its beginning.
+    """
+
+    file: int
+    start: int
+    stop: int
+    at: int
+    storages: range
+    is_part: bool = False
+
+    @property
+    def end(self) -> int:
+        """Its end in memory."""
+        return self.at + self.stop - self.start
+
+    def is_whole(self, image: Image) -> bool:
+        """Return whether all tensors of the image are in it."""
+        return not self.is_part and len(self.storages) == len(image.storages)
+
+    def tensors(self, image: Image) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the bytes of tensors in it: (storage's number, its bytes from, up to, their place in the span)."""
+        for number in self.storages:
+            storage = image.storages[number]
+            first, last = max(storage.offset, self.start), min(storage.end, self.stop)
+            if first < last:
+                yield number, first - storage.offset, last - storage.offset, first - self.start
+
+
+Wave = list[Span]
+
+
+def views_of(wave: Wave, memory: memoryview) -> list[memoryview]:
+    """Return the memory of each span of the wave, in order, whatever it holds."""
+    return [memory[span.at : span.end] for span in wave]
+
+
+def end_of(wave: Wave) -> int:
+    """Return the bytes of memory that the wave takes."""
+    return wave[-1].end if wave else 0
+
+
+def plan_waves(files: Sequence[PlannedFile], cap: int) -> list[Wave]:
+    """Divide the files into waves of at most ``cap`` bytes; a single wave of whole files if they fit.
+
+    Raises StagingTooLarge if a tensor must be cut, and not even a block of its digest fits.
+    """
+    plan = _Plan(cap)
+    for number, planned in enumerate(files):
+        plan.add(number, planned)
+    return plan.waves
+
+
+class _Plan:
+    def __init__(self, cap: int) -> None:
+        self._cap = cap
+        self.waves: list[Wave] = [[]]
+
+    def add(self, file: int, planned: PlannedFile) -> None:
+        image, begin = planned.image, planned.image.begin
+        if image.tensor_nbytes <= self._cap:
+            self._put(Span(file, begin, image.tensor_nbytes, 0, range(len(image.storages))))
+            return
+        for number, storage in enumerate(image.storages):
+            if storage.end - begin + begin % _ALIGNMENT <= self._cap:
+                self._put(Span(file, begin, storage.end, 0, range(number, number + 1)))
+            else:
+                self._cut(Span(file, storage.offset, storage.end, 0, range(number, number + 1), True), planned.key)
+            begin = storage.end
+
+    def _cut(self, whole: Span, key: str) -> None:
+        """Add the span in parts, the first of which fills the wave."""
+        start = whole.start
+        while start < whole.stop:
+            room = self._room(start)
+            step = room if whole.stop - start <= room else room // CRC_BLOCK * CRC_BLOCK
+            if step > 0:
+                self._put(replace(whole, start=start, stop=min(start + step, whole.stop)))
+                start += step
+            elif self.waves[-1]:
+                self.waves.append([])
+            else:
+                raise StagingTooLarge(
+                    f"{key}: a tensor of {whole.stop - whole.start} bytes does not fit a staging cap of {self._cap} "
+                    f"bytes, and waves need at least {CRC_BLOCK}; raise memory_cap"
+                )
+
+    def _put(self, span: Span) -> None:
+        if span.stop - span.start > self._room(span.start):
+            self.waves.append([])
+        wave = self.waves[-1]
+        last = wave[-1] if wave and not span.is_part else None
+        if last is not None and (last.file, last.stop, last.is_part) == (span.file, span.start, False):
+            wave[-1] = replace(last, stop=span.stop, storages=range(last.storages.start, span.storages.stop))
+        else:
+            wave.append(replace(span, at=self._place(span.start)))
+
+    def _place(self, start: int) -> int:
+        """Return the place in memory of a span that starts at byte ``start`` of its file."""
+        end = end_of(self.waves[-1])
+        return end + (start - end) % _ALIGNMENT
+
+    def _room(self, start: int) -> int:
+        return self._cap - self._place(start)

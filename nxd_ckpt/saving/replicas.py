@@ -29,8 +29,7 @@ from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nb
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import PLAIN
 from nxd_ckpt.live.state_names import Container, groups_of, is_in, values_in
-from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
-from nxd_ckpt.saving.waves import Wave
+from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile, Wave
 
 LARGE = 2**20
 """Bytes from which on samples of a tensor are compared."""

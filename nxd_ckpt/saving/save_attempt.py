@@ -2,6 +2,8 @@
 
 The effects of an attempt, in order, on the background thread. A failure becomes this rank's vote. An exit that is
 raised there does, too: it cannot end the process, and must not leave the save undecided.
+
+An attempt whose votes its caller collects, as torch DCP and the processes of a conversion do, is a `CollectedSave`.
 """
 
 from __future__ import annotations
@@ -11,18 +13,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from nxd_ckpt import effects
-from nxd_ckpt.commit.commit import clear_failed
+from nxd_ckpt.commit.commit import Commit, clear_failed, commit
 from nxd_ckpt.commit.publication import Publication, publication_of
 from nxd_ckpt.commit.session import Session, writing_slot
 from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.commit.voting import AttemptVotes
-from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.control_files import verdict_dir
+from nxd_ckpt.coordination import intents, journal, lease
+from nxd_ckpt.coordination.control_files import JOURNAL, staging_dir, verdict_dir
+from nxd_ckpt.coordination.environment import versions
 from nxd_ckpt.core import names
+from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import goes_back
+from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.errors import (
     CheckpointError,
@@ -38,7 +44,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.plan import SavePlan
-from nxd_ckpt.saving.waves import Wave
+from nxd_ckpt.saving.planned_file import Wave
 from nxd_ckpt.saving.writing import FileWriter, parent_of
 from nxd_ckpt.storage.transfer import SavePace
 
@@ -363,3 +369,43 @@ class AttemptFiles:
             self._reported = now
             votes = AttemptVotes(session.storage, self.publication.attempt)
             votes.report_progress(session.topology.rank, effects.monotonic_ns())
+
+
+class CollectedSave:
+    """The next attempt of the ``session``: `begin` on rank 0, then all write as its ``publication`` says, `complete`.
+
+    `discard` ends it in any case; `complete` and `discard` are rank 0's too.
+    """
+
+    def __init__(self, session: Session, tag: str, overwrite: bool | None) -> None:
+        session.counter += 1
+        self.session: Session = session
+        self.publication: Publication = publication_of(session, session.counter, tag, overwrite)
+
+    def begin(self) -> None:
+        """Make room, before any rank writes. Raises SaveFailed if the tag must not be saved."""
+        self.publication.begin(self.session)
+
+    def commit(self, topology: Topology, votes: Sequence[Vote], parts: Parts, **facts: Any) -> None:
+        """Make the tag of the ranks in ``topology`` visible; ``facts`` are further fields of `Commit`.
+
+        Errors of `commit.commit` pass, with nothing visible.
+        """
+        session, publication = self.session, self.publication
+        try:
+            commit(session, topology, votes, Commit(publication, parts, versions=versions(), **facts))
+        except OSError as error:
+            where = f"{session.storage.url}/{publication.tag}"
+            raise CheckpointError(f"could not complete {where}: {type(error).__name__}: {error}") from error
+
+    def discard(self) -> None:
+        """Remove what is left of the attempt, once no rank writes for it. A visible tag stays."""
+        session, storage = self.session, self.session.storage
+        try:
+            if storage.is_file(JOURNAL):
+                return  # an unfinished swap, which the next process to open the directory finishes from these files
+            session.require()
+            intents.clear(storage, staging_dir(self.publication.attempt), session.confirm)
+            journal.discard_trash(storage, session.run_id, session.confirm)
+        except (OSError, CheckpointError) as error:  # the next job removes it
+            logger.warning("could not clean up %s: %s", storage.url, error)

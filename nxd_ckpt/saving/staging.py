@@ -1,6 +1,6 @@
 """Staging: copies one rank's state to the host at one instant, laid out in the arena as the files to write.
 
-A snapshot larger than the arena's cap goes in waves (see `nxd_ckpt.saving.waves`): all but the last are written before
+A snapshot larger than the arena's cap goes in waves (see `saving.planned_file`): all but the last are written before
 the next is copied, so that part of an async save is then synchronous.
 
 The buffers are the process's, which all its Checkpointers share: an idle directory's is handed on to the next. One is
@@ -24,8 +24,7 @@ from nxd_ckpt.formats.image import Image, StorageRecord
 from nxd_ckpt.formats.memory import copy_values
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.saving.options import local_world_size
-from nxd_ckpt.saving.planned_file import PlannedFile
-from nxd_ckpt.saving.waves import Span, Wave, end_of, plan_waves, views_of
+from nxd_ckpt.saving.planned_file import PlannedFile, Span, Wave, end_of, plan_waves, views_of
 from nxd_ckpt.saving.writing import FileWriter
 from nxd_ckpt.storage.arena import Arena, default_cap, whole_pages
 from nxd_ckpt.storage.progress import Counter

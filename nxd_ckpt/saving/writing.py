@@ -33,8 +33,7 @@ from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.image import StorageRecord
 from nxd_ckpt.saving.options import CHUNK
 from nxd_ckpt.saving.plan import SavePlan
-from nxd_ckpt.saving.planned_file import PlannedFile
-from nxd_ckpt.saving.waves import Span, Wave
+from nxd_ckpt.saving.planned_file import PlannedFile, Span, Wave
 from nxd_ckpt.storage.base import Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.transfer import SavePace

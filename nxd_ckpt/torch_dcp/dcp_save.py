@@ -27,10 +27,10 @@ from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, itemsize, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.saving.collected_save import CollectedSave
 from nxd_ckpt.saving.pending import Helpers
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
+from nxd_ckpt.saving.save_attempt import CollectedSave
 from nxd_ckpt.saving.staging import stage_and_write
 from nxd_ckpt.saving.writing import WRITERS, FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena

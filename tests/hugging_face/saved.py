@@ -16,7 +16,7 @@ from nxd_ckpt import Topology, convert
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.names import rank_file
 from nxd_ckpt.output import image_writer
-from nxd_ckpt.saving import waves
+from nxd_ckpt.saving import planned_file
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from tests.hugging_face.reference import Job, Model, State
 from tests.interop.saving import save_as_every_rank
@@ -134,8 +134,8 @@ def write_model(path: Path, model: Model, shards: int = 1) -> State:
 
 def use_small_waves(patch: pytest.MonkeyPatch, nbytes: int) -> None:
     """Have images filled in waves of so many bytes, which cut through tensors."""
-    for module in (image_writer, waves):
+    for module in (image_writer, planned_file):
         patch.setattr(module, "CRC_BLOCK", 16)
     patch.setattr(image_writer, "WAVE", nbytes)
     patch.setattr(image_writer, "PAGE", 0)
-    patch.setattr(waves, "_ALIGNMENT", 1)
+    patch.setattr(planned_file, "_ALIGNMENT", 1)

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 from nxd_ckpt import Topology, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
-from nxd_ckpt.hugging_face.adapter_mapping import adapter_mapping
 from nxd_ckpt.hugging_face.mapping import load_mapping
-from nxd_ckpt.hugging_face.mappings import find_mapping
+from nxd_ckpt.hugging_face.mappings import adapter_mapping, find_mapping
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_config, write_files

@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
-from nxd_ckpt.saving.planned_file import PlannedFile
+from nxd_ckpt.saving.planned_file import PlannedFile, Wave
 from nxd_ckpt.saving.staging import Stager
-from nxd_ckpt.saving.waves import Wave
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.local_files import LocalWriter

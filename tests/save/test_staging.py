@@ -17,9 +17,8 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import CheckpointError, StagingTooLarge
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.saving.pending import Helpers
-from nxd_ckpt.saving.planned_file import PlannedFile
+from nxd_ckpt.saving.planned_file import PlannedFile, plan_waves
 from nxd_ckpt.saving.staging import Stager
-from nxd_ckpt.saving.waves import plan_waves
 from nxd_ckpt.saving.writing import FileWriter
 from nxd_ckpt.storage import local_files
 from nxd_ckpt.storage.arena import PAGE, Arena

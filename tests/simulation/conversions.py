@@ -117,7 +117,7 @@ def _tools_on(stage: DiskStage) -> Iterator[None]:
         patch.setattr("nxd_ckpt.output.locations.open_storage", open_storage)
         if stage.calls is None:
             patch.setattr("nxd_ckpt.output.cp_files.sync", sync)
-        patch.setattr("nxd_ckpt.saving.collected_save.versions", dict)
+        patch.setattr("nxd_ckpt.saving.save_attempt.versions", dict)
         patch.setattr("nxd_ckpt.commit.session.uuid", SimpleNamespace(uuid4=lambda: name))
         patch.setattr("concurrent.futures._base.threading", threading)  # nobody waits for what is done at once
         for module in ("conversion.cp", "conversion.tag_writer", "output.image_writer", "storage.transfer"):
