@@ -28,16 +28,15 @@ class Settings:
 
     def validate(self) -> None:
         """Raise InvalidArgument or UnsupportedState for options that no save or load could honour."""
-        shared = CheckpointerOptions(**self._of(CheckpointerOptions))
-        SaveOptions(**self._of(SaveOptions)).validate(shared.timeout)
-        LoadOptions(**self._of(LoadOptions))
+        shared = CheckpointerOptions(**self._own(_names(CheckpointerOptions)))
+        SaveOptions(**self._own(_names(SaveOptions))).validate(shared.timeout)
+        LoadOptions(**self._own(_names(LoadOptions)))
         if self.tiers is not None:
             checked_tiers(None, self.tiers)
 
     def save_arguments(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a save by name; see `_arguments`."""
-        own = {name: value for name, value in self.options.items() if name in _SAVE}
-        arguments = self._arguments(api.save_checkpoint, args, keywords, own)
+        arguments = self._arguments(api.save_checkpoint, args, keywords, _SAVE)
         if arguments.get("num_kept_ckpts") in (None, -1):  # NxD's defaults, which keep all
             arguments["num_kept_ckpts"] = self.options.get("num_kept_ckpts")
         if arguments.get("use_xser"):
@@ -46,23 +45,21 @@ class Settings:
 
     def load_arguments(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a load by name; see `_arguments`."""
-        own = {name: value for name, value in self.options.items() if name in _LOAD}
-        return self._arguments(api.load_checkpoint, args, keywords, own)
+        return self._arguments(api.load_checkpoint, args, keywords, _LOAD)
 
     def has_arguments(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments of a look for a checkpoint by name; see `_arguments`."""
-        own = {name: value for name, value in self.options.items() if name == "storage_options"}
-        return self._arguments(api.has_checkpoint, args, keywords, own)
+        return self._arguments(api.has_checkpoint, args, keywords, {"storage_options"})
 
     def _arguments(
-        self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], own: Mapping[str, Any]
+        self, function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], names: set[str]
     ) -> dict[str, Any]:
-        """Return the arguments of a call of ``function`` by name, with ``own`` for those that it does not have.
+        """Return the arguments of a call of ``function`` by name, with options of these ``names`` that it does not say.
 
         As in NxD, what counts of a flag is whether it is true: 0 and 1, None and NumPy's are booleans.
         """
         declared = signature(function)
-        arguments = {**own, **declared.bind_partial(*args, **keywords).arguments}
+        arguments = {**self._own(names), **declared.bind_partial(*args, **keywords).arguments}
         flags = (name for name in arguments if _is_flag(declared.parameters[name]))
         for name in flags:
             if not isinstance(arguments[name], str):
@@ -72,8 +69,7 @@ class Settings:
             arguments.setdefault("tiers", self.tiers)
         return arguments
 
-    def _of(self, kind: type[Any]) -> dict[str, Any]:
-        names = {field.name for field in fields(kind)}
+    def _own(self, names: set[str]) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name in names}
 
 
@@ -85,8 +81,12 @@ def _is_first(tiers: Sequence[Tier], directory: StrPath) -> bool:
     return overlap(directory, tiers[0].path, inside=False)
 
 
-_SAVE = {field.name for kind in (SaveOptions, CheckpointerOptions) for field in fields(kind)} | {"async_save"}
-_LOAD = {field.name for kind in (LoadOptions, DirectoryOptions) for field in fields(kind)}
+def _names(*kinds: type[Any]) -> set[str]:
+    return {field.name for kind in kinds for field in fields(kind)}
+
+
+_SAVE = _names(SaveOptions, CheckpointerOptions) | {"async_save"}
+_LOAD = _names(LoadOptions, DirectoryOptions)
 
 
 def only_compiles() -> bool:

@@ -1,7 +1,7 @@
 """The c10d backend "xla" of an emulated world: ``torch.distributed`` on XLA and CPU tensors, over gloo."""
 
 # For mypy: the stubs of ProcessGroup are not those of what Python calls on it, and change with torch.
-# mypy: disable-error-code="attr-defined, name-defined, override, call-arg"
+# mypy: disable-error-code="attr-defined, name-defined, override, call-arg, assignment"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -59,8 +59,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
             collectives.fill(tensor, collectives.all_reduce(self.peers, _reduce_type(opts), tensor))
         return _done(tensors)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         for tensor in tensors:
@@ -80,10 +79,7 @@ class EmulatedProcessGroup(dist.ProcessGroup):
             self._spread("all_gather", tensor, received)
         return _done([t for received in outputs for t in received])
 
-    def allgather_coalesced(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> dist.Work:
-        return self.allgather(outputs, inputs, opts)
+    allgather_coalesced = allgather
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         parts = self.peers.gather("all_gather_into_tensor", collectives.to_host(tensor))

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any
 
 import accelerate
 from accelerate import DistributedType
@@ -37,6 +37,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.integrations.trainer_tags import (
     WORLD_SIZE,
+    SavesTags,
     TrainerSaves,
     TrainerTag,
     directory_of,
@@ -66,24 +67,12 @@ _ACCELERATES = (
 """Names of files in accelerate's own checkpoints: none is left of one that is replaced."""
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
     """A replacement of ``accelerate.Accelerator``, on one process, with data parallelism (DDP), or FSDP2.
 
     With FSDP2 each rank writes and reads its shards. ``total_limit`` of the project's configuration counts once the new
     checkpoint is complete. Checkpoints that accelerate wrote load too.
     """
-
-    async_save: ClassVar[bool] = False
-    """Write models and optimizers in the background; the checkpoint appears when that is done."""
-
-    checkpoint_options: ClassVar[Mapping[str, Any]] = {}
-    """Keywords of `nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
-
-    any_world_size: ClassVar[bool] = False
-    """Load also checkpoints of another number of processes. Random states are then those of ranks that both have."""
-
-    _saves: TrainerSaves | None = None
-    """Of the last directory that was saved to."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_first = not is_initialized()
@@ -233,13 +222,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise InvalidArgument("save_state() needs output_dir, or automatic_checkpoint_naming in the project")
         else:
             directory, name = os.path.split(os.path.abspath(directory_of(output_dir)))
-        if self._saves is not None and self._saves.directory != directory:
-            self._close()
-        if self._saves is None:
-            # accelerate takes everything in the folder of a project's checkpoints for one.
-            options, hidden = self.checkpoint_options, project.automatic_checkpoint_naming
-            self._saves = TrainerSaves(agreement, directory, options, _NUMBERED, _ACCELERATES, hidden)
-        return self._saves, name
+        # accelerate takes everything in the folder of a project's checkpoints for one.
+        hidden = project.automatic_checkpoint_naming
+        return self._saves_in(agreement, directory, _NUMBERED, _ACCELERATES, hidden), name
 
     @staticmethod
     def _next_number(directory: str) -> int:
@@ -266,16 +251,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not checkpoints:
             raise CheckpointNotFound(f"{self._checkpoints}: there is no checkpoint yet")
         return os.path.join(self._checkpoints, checkpoints[-1])
-
-    def _settle(self) -> None:
-        """Wait until the unfinished checkpoint is visible. Raises its failure."""
-        if self._saves is not None:
-            self._saves.wait()
-
-    def _close(self) -> None:
-        saves, self._saves = self._saves, None
-        if saves is not None:
-            saves.close()
 
     def _meet(self, call: str) -> Agreement:
         met = meet(self.process_index, self.num_processes, DEFAULT_TIMEOUT, call)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
@@ -159,6 +159,43 @@ class TrainerSaves:
             self.wait()
         finally:
             self._checkpointer.close()
+
+
+class SavesTags:
+    """The common part of trainers that save by `TrainerSaves`."""
+
+    async_save: ClassVar[bool] = False
+    """Write the tag in the background; the checkpoint appears when that is done."""
+
+    checkpoint_options: ClassVar[Mapping[str, Any]] = {}
+    """Keywords of `nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
+
+    any_world_size: ClassVar[bool] = False
+    """Load also checkpoints of another number of processes. Random states are then those of ranks that both have."""
+
+    _saves: TrainerSaves | None = None
+    """Of the last directory that was saved to."""
+
+    def _saves_in(
+        self, agreement: Agreement, directory: str, numbered: str, former: Sequence[str], hidden: bool
+    ) -> TrainerSaves:
+        """Return the saves to the directory. Those to another one are finished first."""
+        if self._saves is not None and self._saves.directory != directory:
+            self._close()
+        if self._saves is None:
+            self._saves = TrainerSaves(agreement, directory, self.checkpoint_options, numbered, former, hidden)
+        return self._saves
+
+    def _settle(self) -> None:
+        """Wait until the unfinished checkpoint is visible. Raises its failure."""
+        if self._saves is not None:
+            self._saves.wait()
+
+    def _close(self) -> None:
+        """Wait likewise, and give the directory back."""
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            saves.close()
 
 
 class _BesideOwn(LocalStorage):

@@ -16,9 +16,8 @@ sentinel in it, which it removes after the save. It never looks for one afterwar
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from signal import SIGTERM
-from typing import Any, ClassVar
+from typing import Any
 
 import transformers
 from transformers.trainer import TRAINER_STATE_NAME
@@ -31,6 +30,7 @@ from nxd_ckpt.coordination.worker_shield import shield
 from nxd_ckpt.errors import CheckpointNotFound, IncompatibleState, OptimizerMismatch, UnsupportedState
 from nxd_ckpt.integrations.trainer_tags import (
     WORLD_SIZE,
+    SavesTags,
     TrainerSaves,
     directory_of,
     oldest_first,
@@ -88,7 +88,7 @@ def _is_interrupted(directory: str) -> bool:
     return os.path.isfile(os.path.join(directory, SENTINEL)) and not (found is not None and found.is_complete)
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(SavesTags, transformers.Trainer):  # type: ignore[misc]
     """A replacement of ``transformers.Trainer``. For a trainer that extends it: ``class Mine(Trainer, SFTTrainer)``.
 
     A run also resumes from checkpoints that transformers' own trainer wrote. It works on one process, with data
@@ -96,17 +96,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     FSDP and DeepSpeed are refused.
     """
 
-    async_save: ClassVar[bool] = False
-    """Write the optimizer in the background; the checkpoint appears when that is done."""
-
-    checkpoint_options: ClassVar[Mapping[str, Any]] = {}
-    """Keywords of `nxd_ckpt.save_checkpoint`, such as ``durable`` and ``memory_cap``."""
-
-    any_world_size: ClassVar[bool] = False
-    """Resume also from another number of processes. Random states are then those of ranks that both have."""
-
-    _saves: TrainerSaves | None = None
-    """Of the last directory that was saved to."""
     _staged: str | None = None
     """Directory to which transformers writes a checkpoint now."""
 
@@ -133,9 +122,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if getattr(self.args, "enable_jit_checkpoint", False):
             shield(SIGTERM)
         output = super().train(resume_from_checkpoint, *args, **kwargs)
-        if self._saves is not None:
-            self._saves.close()
-            self._saves = None
+        self._close()
         return output
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -144,7 +131,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 "nxd_ckpt's Trainer saves with one process, data parallelism or FSDP2: set fsdp_version to 2 in "
                 "accelerate's configuration, or use transformers.Trainer"
             )
-        saves, agreement = self._saves_to(self._get_output_dir(trial=trial)), self._meet()
+        run = os.path.abspath(self._get_output_dir(trial=trial))  # each trial of a search for hyperparameters has one
+        agreement = self._meet()
+        saves = self._saves_in(agreement, run, _NUMBERED, _TRANSFORMERS, hidden=False)
         name = f"checkpoint-{self.state.global_step}"
         final = os.path.join(saves.directory, name)
         self._staged = staged = saves.begin(agreement, name)
@@ -162,17 +151,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not self.async_save or self.control.should_training_stop:
             self._settle()
 
-    def _saves_to(self, run: str) -> TrainerSaves:
-        """Return the saves to the directory of a run; of a search for hyperparameters, each trial has its own."""
-        run = os.path.abspath(run)
-        if self._saves is not None and self._saves.directory != run:
-            self._saves.close()
-            self._saves = None
-        if self._saves is None:
-            options = self.checkpoint_options
-            self._saves = TrainerSaves(self._meet(), run, options, _NUMBERED, _TRANSFORMERS, hidden=False)
-        return self._saves
-
     def _save_rest(self, saves: TrainerSaves, agreement: Agreement) -> None:
         """Save everything that is not in Hugging Face's files, and these."""
         whole, best = not self.args.save_only_model, self.state.best_model_checkpoint
@@ -188,11 +166,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             limit=self.args.save_total_limit,
             best=os.path.basename(best) if best else None,
         )
-
-    def _settle(self) -> None:
-        """Wait until the unfinished checkpoint is visible. Raises its failure."""
-        if self._saves is not None:
-            self._saves.wait()
 
     def _meet(self) -> Agreement:
         met = meet(self.args.process_index, self.args.world_size, DEFAULT_TIMEOUT, "checkpoint")
