@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import Unpack
 
@@ -91,11 +91,8 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
             means = CopyMeans(threads, pace, hard_links=chosen.hard_links)
             results = copy_files(opened, files, publication, session, means)
     outcomes = zip(files, results, strict=True)
-    done = Copy(
-        planned.source,
-        planned.target,
-        planned.files,
-        planned.nbytes,
+    done = replace(
+        planned,
         copied=results.count(CopyResult.COPIED),
         linked=results.count(CopyResult.LINKED),
         kept=results.count(CopyResult.KEPT),

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from nxd_ckpt.conversion.result import Converted, ConvertedTensor
 from nxd_ckpt.conversion.tag_writer import Job, write_tag
@@ -230,7 +230,7 @@ def to_nxd_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converte
             f"{source.root.path} was written by {source.writer.value}, but names='nxd' makes NxD's layers of a Hugging "
             "Face model: leave it out, or convert to the form hf first"
         )
-    plans: list[_Plan] = []
+    plans: list[dict[str, Any]] = []
 
     def prepare(process: int, processes: int) -> Job:
         target = locate_output(dst, source.place, chosen.overwrite, chosen.written_with)
@@ -243,33 +243,18 @@ def to_nxd_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converte
     if chosen.dry_run:
         with joint_agreement(chosen.all_ranks, chosen.timeout) as agreement:
             job = on_all(agreement, lambda: prepare(agreement.rank, agreement.world_size))
-        tensors = plans[-1].tensors
+        tensors = plans[-1]["tensors"]
         nbytes = sum(TensorForm(each.name, each.dtype, each.shape).nbytes for each in tensors)
         paths = (source.root.path, job.target.path, "tag", source.writer.value)
         done = Converted(*paths, nbytes, job.topology.sizes)
     else:
         done = write_tag(prepare, chosen)
-    plan, model = plans[-1], Parts(model=True)
-    return replace(
-        done,
-        mapping=plan.mapping,
-        tensors=plan.tensors,
-        unknown=plan.unknown,
-        missing=plan.missing,
-        left_out=(*plan.left_out, *source.left_out(model, model)),
-    )
+    done, model = replace(done, **plans[-1]), Parts(model=True)
+    return replace(done, left_out=(*done.left_out, *source.left_out(model, model)))
 
 
-class _Plan(NamedTuple):
-    mapping: str
-    tensors: tuple[ConvertedTensor, ...]
-    unknown: Mapping[str, tuple[str, ...]]
-    missing: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-
-def _planned(source: Location, what: ImportTarget) -> _Plan:
-    """Plan the tag. Raises the errors of `ImportedModel.state`, except for unknown and missing names."""
+def _planned(source: Location, what: ImportTarget) -> dict[str, Any]:
+    """Return fields of `Converted`. Raises the errors of `ImportedModel.state`, not for unknown and missing names."""
     model = ImportedModel(open_imported(source, what), what)
     selection, sizes = model.selection, what.sizes
     members = {
@@ -289,7 +274,13 @@ def _planned(source: Location, what: ImportTarget) -> _Plan:
             spec = model.spec(whole[name], what.topology)
             tensors.append(ConvertedTensor(name, spec.dtype, spec.shape, members[name], pp_rank=pp_rank))
     unknown = {name: tuple(closest(what.mapping, name)) for name in selection.unknown}
-    return _Plan(what.mapping.name, tuple(tensors), unknown, selection.missing, outside(model))
+    return {
+        "mapping": what.mapping.name,
+        "tensors": tuple(tensors),
+        "unknown": unknown,
+        "missing": selection.missing,
+        "left_out": outside(model),
+    }
 
 
 def outside(model: ImportedModel) -> tuple[str, ...]:

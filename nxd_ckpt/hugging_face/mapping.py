@@ -413,7 +413,7 @@ def _options(entries: Sequence[Any], where: str) -> dict[str, ModelOption]:
         at = f"{where} {number}"
         reader = _Fields(entry, at)
         key, names = reader.take("key", str), _strings(reader.take("hf", (str, list)), f"{at}: hf")
-        options[key] = ModelOption(key, tuple(map(Pattern, names)), reader.take("default", bool, False))
+        options[key] = ModelOption(key, tuple(map(Pattern, names)), **reader.some(default=bool))
         reader.done()
     return options
 
@@ -445,11 +445,10 @@ def _extended(base: Sequence[Rule], own: Sequence[Rule]) -> tuple[Rule, ...]:
 
 def _kind(document: Any, where: str) -> LayerKind:
     reader = _Fields(document, where)
-    conditions = ("start", "every", "excluded", "listed", "layer_type", "option")
     kind = LayerKind(
         tensors=reader.strings("tensors"),
         others=reader.strings("others"),
-        **{name: reader.take(name, str, None) for name in conditions},
+        **reader.some(start=str, every=str, excluded=str, listed=str, layer_type=str, option=str),
     )
     reader.done()
     if not kind.keys or not kind.tensors + kind.others:
@@ -472,13 +471,7 @@ def _rule(document: Any, where: str) -> Rule:
     rule = Rule(
         nxd,
         tuple(RuleMember(Pattern(name), kind, rows) for name, kind in zip(names, heads, strict=True)),
-        dim=reader.take("dim", int, None),
-        transposed=reader.take("transposed", bool, False),
-        interleaved=reader.take("interleaved", bool, False),
-        stacked=reader.take("stacked", str, None),
-        units=reader.take("units", str, None),
-        optional=reader.take("optional", bool, False),
-        variant=reader.take("variant", str, None),
+        **reader.some(dim=int, transposed=bool, interleaved=bool, stacked=str, units=str, optional=bool, variant=str),
     )
     reader.done()
     _check_rule(rule, where)
@@ -517,10 +510,7 @@ def _packed(document: Any, where: str) -> Packed:
         hf,
         parts,
         reader.strings("heads") or (None,) * len(parts),
-        dim=reader.take("dim", int, None),
-        alternating=reader.take("alternating", bool, False),
-        stacked=reader.take("stacked", str, None),
-        flat=reader.take("flat", bool, False),
+        **reader.some(dim=int, alternating=bool, stacked=str, flat=bool),
     )
     reader.done()
     _check_packed(packed, where)
@@ -584,6 +574,10 @@ class _Fields:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise InvalidArgument(f"{self.where}: {name!r} is {value!r}, which has the wrong type")
         return value
+
+    def some(self, **kinds: type) -> dict[str, Any]:
+        """Take those of the optional fields that are there."""
+        return {name: self.take(name, kind) for name, kind in kinds.items() if name in self._left}
 
     def strings(self, name: str, default: Any = ()) -> tuple[str, ...]:
         """Take several strings, or one."""

@@ -20,7 +20,7 @@ from nxd_ckpt.saving.ballot import Ballot, tidy
 from nxd_ckpt.saving.pending import Helpers, SaveProgress, Worker
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import Wave, end_of, plan_waves
-from nxd_ckpt.saving.replica_check import agree_on_groups, mesh_summary
+from nxd_ckpt.saving.replica_check import MeshSummary, agree_on_groups
 from nxd_ckpt.saving.save_attempt import SaveAttempt
 from nxd_ckpt.saving.save_planner import Planner
 from nxd_ckpt.saving.staging import Stager, buffers_of
@@ -91,9 +91,9 @@ class Pipeline:
         on the ranks that made it.
         """
         while (agreement := meet()) is not None:
-            state, summary = on_all(agreement, lambda: mesh_summary(captured(), self._topology.members))
+            summary = on_all(agreement, lambda: MeshSummary(captured(), self._topology.members))
             self._planner.groups = agree_on_groups(agreement, summary)
-            planned = on_all(agreement, partial(self.plan, state))
+            planned = on_all(agreement, partial(self.plan, summary.state))
             plans = agreement.gather(planned.plan.agreed(tag, self._topology))
             newest = decided_by_rank0(agreement, partial(_newest_tag, plans))
             if newest is None:

@@ -27,11 +27,6 @@ _Lines = dict[str, list[Any]]
 """dtype, shape, placements and number of the mesh of each tensor, by name."""
 
 
-def mesh_summary(state: SaveState, members: tuple[int, ...] | None) -> tuple[SaveState, MeshSummary]:
-    """Return the state and this rank's summary. Raises UnsupportedState for a DTensor that is not cut into boxes."""
-    return state, MeshSummary(state, members)
-
-
 def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGroup] | None:
     """Return the groups of a mesh job; None if no rank holds a DTensor. Collective.
 
@@ -48,10 +43,10 @@ def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGrou
 
 
 class MeshSummary:
-    """Summary of one rank's tensors."""
+    """Summary of the tensors of one rank's ``state``. Raises UnsupportedState for a DTensor not cut into boxes."""
 
     def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:
-        self._is_placed = state.is_placed
+        self.state: SaveState = state
         self.lines: _Lines = {}
         self._meshes: list[tuple[Mesh, tuple[int, ...]]] = []
         for part in state.trees().values():
@@ -72,7 +67,7 @@ class MeshSummary:
     def summary(self) -> list[Any]:
         """True if there are DTensors, and a RankStructure."""
         structure = sha256(repr(self.lines).encode()).hexdigest()[:32]
-        return [self._is_placed, RankStructure(structure, [_place(*mesh) for mesh in self._meshes])]
+        return [self.state.is_placed, RankStructure(structure, [_place(*mesh) for mesh in self._meshes])]
 
 
 def _place(mesh: Mesh, coordinate: tuple[int, ...]) -> MeshPlace:
@@ -137,10 +132,10 @@ def _line_text(line: Sequence[Any] | None) -> str:
 def refuse_differences(agreement: Agreement, topology: Topology, captured: Callable[[], SaveState]) -> None:
     """Raise RanksDisagree, on all ranks, for two replicas that differ. Collective; reads all of the state."""
     torch_xla.sync()
-    state, summary = on_all(agreement, lambda: mesh_summary(captured(), topology.members))
+    summary = on_all(agreement, lambda: MeshSummary(captured(), topology.members))
     planner = Planner(topology)
     planner.groups = agree_on_groups(agreement, summary)
-    own = on_all(agreement, lambda: _digests(planner.plan(state)))
+    own = on_all(agreement, lambda: _digests(planner.plan(summary.state)))
     gathered = agreement.gather({key: crc32(repr(sorted(each.items())).encode()) for key, each in own.items()})
     pairs = [] if gathered is None else _suspects(gathered)
     key, *ranks = agreement.broadcast(pairs) or ["", -1, -1]
