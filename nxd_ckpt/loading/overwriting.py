@@ -47,7 +47,7 @@ class Reads(Protocol):
 
 
 class Delivery:
-    """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.Read`). ``fill`` reads through ``reader``.
+    """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.LeafSource`). ``fill`` reads through ``reader``.
 
     ``saw`` is called with every leaf as it was read, before a live object has it, or code that follows in the load.
     """
