@@ -6,8 +6,9 @@ Users import it from ``nxd_ckpt.adapters.dcp``.
 from __future__ import annotations
 
 import io
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, DcpPart, names_of
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain, recorded_metrics, rules_of
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import Seconds
@@ -45,6 +47,7 @@ from nxd_ckpt.errors import (
     as_checkpoint_errors,
 )
 from nxd_ckpt.formats.assembly import box_of
+from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.stored_tensors import read_tensor
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.formats.torch_zip import read_tree
@@ -54,6 +57,8 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join, open_storage
 from nxd_ckpt.torch_dcp.dcp_save import CollectedState, DcpSave, StagedChunk, WrittenTensor, contents_of
+
+logger = logging.getLogger("nxd_ckpt")
 
 
 def read_value(data: bytes, name: str, trust_pickle: bool) -> Any:
@@ -256,7 +261,8 @@ class StorageWriter(TorchStorageWriter):
         try:
             names = decided_by_rank0(agreement, lambda: self._begin(save, plan))
             self._in_use = DcpNames.from_json(names.encode(), self.checkpoint_id)
-            results = on_all(agreement, lambda: self._write(save, plan, planner))
+            values = self._values(agreement, plan, planner)
+            results = on_all(agreement, lambda: self._write(save, plan, planner, values))
         except BaseException:
             if topology.rank == 0:
                 save.discard()
@@ -326,19 +332,52 @@ class StorageWriter(TorchStorageWriter):
             raise InvalidArgument("StorageWriter needs a directory and a tag, or save(checkpoint_id=)")
         return self._directory
 
-    def _write(self, save: DcpSave, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _values(self, agreement: Agreement, plan: SavePlan, planner: SavePlanner) -> dict[str, bytes]:
+        """Return the values, by name, that no rank before this one has; rank 0 warns of those that differ.
+
+        A plan says only which rank writes a value, and any that has it may be that. Collective.
+        """
+        planned = agreement.gather([item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO])
+        names = agreement.broadcast(sorted({name for own in planned or () for name in own}))
+        values = on_all(agreement, lambda: dict(_own_values(names, plan, planner)))
+        read = on_all(agreement, lambda: {name: read_value(data, name, self._trust) for name, data in values.items()})
+        digests = agreement.gather({name: digest_of_value(value) for name, value in read.items()})
+        first_ranks = decided_by_rank0(agreement, lambda: self._first_ranks(digests or ()))
+        return {name: data for name, data in values.items() if first_ranks[name] == agreement.rank}
+
+    def _first_ranks(self, digests: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        first: dict[str, tuple[int, int]] = {}
+        differing: dict[str, int] = {}
+        for rank, own in enumerate(digests):
+            for name, digest in own.items():
+                if first.setdefault(name, (rank, digest))[1] != digest and name not in _differing:
+                    differing.setdefault(name, rank)
+        if differing:
+            name, rank = next(iter(differing.items()))
+            logger.warning(
+                "%s: ranks %d and %d have different values of %s. Of each name the first rank's is saved, the others' "
+                "are lost: give each rank's its own name in the state dict, such as loader_0, or make them equal",
+                self.checkpoint_id,
+                first[name][0],
+                rank,
+                first_of(list(differing)),
+            )
+            _differing.update(differing)
+        return {name: rank for name, (rank, _) in first.items()}
+
+    def _write(
+        self, save: DcpSave, plan: SavePlan, planner: SavePlanner, values: Mapping[str, bytes]
+    ) -> list[WriteResult]:
         paths = plan.planner_data or {}
         chunks: list[StagedChunk] = []
-        results = []
+        results = [WriteResult(MetadataIndex(name), len(value), value) for name, value in values.items()]
         sent = 0
         for item in plan.items:
             name = item.index.fqn
             part = self._in_use.part_of(name, paths.get(name, (name,)), item.type != WriteItemType.BYTE_IO)
             if item.type == WriteItemType.BYTE_IO:
-                value = _value_bytes(planner.resolve_data(item))
-                read_value(value, name, self._trust)
-                results.append(WriteResult(item.index, len(value), value))
-            elif part in (DcpPart.MODEL, DcpPart.STATE):
+                continue
+            if part in (DcpPart.MODEL, DcpPart.STATE):
                 chunk = _chunk(self._in_use.tag_name(name, part), item, planner)
                 chunks += [chunk] if chunk.box.numel else []
                 results.append(WriteResult(item.index, chunk.nbytes, None))
@@ -356,6 +395,9 @@ def told_at_exit(response: Any) -> Any:
         return ToldFuture(response)
     return replace(response, upload_completion=ToldFuture(response.upload_completion))
 
+
+_differing: set[str] = set()
+"""Names of values that rank 0 has warned of."""
 
 _unfinished: dict[str, DcpSave] = {}
 """Written saves of this process that wait for ``finish``, by directory.
@@ -429,6 +471,18 @@ def _tensor_bytes(item: WriteItem, planner: SavePlanner) -> bytes:
     written = io.BytesIO()
     torch.save(_tensor(item, planner).cpu().clone(), written)
     return written.getvalue()
+
+
+def _own_values(names: Iterable[str], plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[str, bytes]]:
+    """Yield those values of these names that this rank has, by name."""
+    planned = {item.index.fqn: item for item in plan.items if item.type == WriteItemType.BYTE_IO}
+    for name in names:
+        item = planned.get(name, WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        try:
+            yield name, _value_bytes(planner.resolve_data(item))
+        except (LookupError, ValueError):
+            if name in planned:
+                raise
 
 
 def _value_bytes(data: Any) -> bytes:

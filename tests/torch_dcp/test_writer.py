@@ -131,6 +131,15 @@ def test_a_killed_rank_leaves_nothing_visible(at: str, tmp_path: Path) -> None:
     assert [] == list((tmp_path / ".nxd_ckpt" / "staging").glob("*"))
 
 
+def test_values_that_differ_between_ranks_are_the_first_rank_s_and_named_once(tmp_path: Path, pair: RankPool) -> None:
+    """A plan has one rank's of a name, and that may be any: here it was rank 1's of some, and nobody was told."""
+    (read, messages), (_, elsewhere) = pair.run(writing.differing_values, tmp_path)
+    assert {"loader": {"seen": 100}, "random": b"of 0", "only_0": 0, "only_1": 1, "step": 5} == read
+    [message] = messages
+    assert "ranks 0 and 1 have different values of loader.seen, random. Of each" in message
+    assert [] == elsewhere
+
+
 def test_only_so_many_tags_are_kept(tmp_path: Path) -> None:
     """``num_kept_ckpts``; and one writer saves tag after tag by ``checkpoint_id=``."""
     writer = StorageWriter(num_kept_ckpts=2)

@@ -26,6 +26,7 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.bad_input.live import Net
+from tests.support.logged import logged
 from tests.torch_dcp.ranks import gathered, picture, resume, training
 
 BESIDE = {"note": "hi", "steps": 5, "train_state": {"seen": torch.arange(3), "lists": [[1, 2], (3, "x")]}}
@@ -210,3 +211,15 @@ def killed(rank: int, directory: Path, at: str) -> None:
 
     storage = HookedStorage(LocalStorage(directory), kill)
     save(state, storage_writer=StorageWriter(directory, "step_1", timeout=30, storage=storage))
+
+
+def differing_values(rank: int, directory: Path) -> tuple[Any, list[str]]:
+    """Two saves of values that differ between the ranks; what the first holds, and what this rank was warned of."""
+    state = {"model": {"w": torch.ones(2)}, "step": 5, "loader": {"seen": 100 + rank}, "random": b"of %d" % rank}
+    state |= {"names": {f"name_{number}" for number in range(20)}, f"only_{rank}": rank}
+    with logged() as messages:
+        for tag in ("one", "two"):
+            save(state, storage_writer=StorageWriter(directory, tag))
+    read = {"loader": {"seen": 0}, "random": b"", "only_0": -1, "only_1": -1, "step": -1}
+    load(read, storage_reader=StorageReader(directory / "one"))
+    return read, messages
