@@ -47,9 +47,10 @@ class Reads(Protocol):
 
 
 class Delivery:
-    """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.LeafSource`). ``fill`` reads through ``reader``.
+    """Delivery of leaves to live tensors (`nxd_ckpt.live.optimizer_state.LeafSource`).
 
-    ``saw`` is called with every leaf as it was read, before a live object has it, or code that follows in the load.
+    ``fill`` reads through ``reader``. ``saw`` is called with every leaf as it was read, before a live object has it, or
+    code that follows in the load.
     """
 
     def __init__(self, reader: Reads, fill: Fill, saw: Fill) -> None:
