@@ -35,6 +35,7 @@ from nxd_ckpt.coordination.environment import default_topology, require_all_rank
 from nxd_ckpt.core.dcp_names import DcpItem, names_of
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.formats.memory import is_shards
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.storage.urls import StrPath
@@ -202,6 +203,9 @@ def _state_of(state_dict: dict[str, Any], writer: TorchStorageWriter) -> dict[st
     state = {key: _plain(value) for key, value in state_dict.items()}
     writer.refusal = None
     try:
+        for path, tensor in iter_tensors(state, torch.Tensor):
+            if not is_shards(tensor) and tensor.is_nested:  # of which torch makes no plan
+                refuse_unsupported(".".join(map(str, path)), tensor)
         return taken_apart(state)
     except Exception as error:
         writer.refusal = error  # torch raises it on all ranks

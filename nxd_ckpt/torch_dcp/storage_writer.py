@@ -51,7 +51,7 @@ from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.stored_tensors import read_tensor
 from nxd_ckpt.formats.tensors import dtype_name
 from nxd_ckpt.formats.torch_zip import read_tree
-from nxd_ckpt.live.parameters import refuse_short
+from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
@@ -463,7 +463,7 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             f"{item.index.fqn} is a {type(value).__module__}.{type(value).__qualname__}, of whose values only a plain "
             "copy would be saved: save by nxd_ckpt.dcp.save, which saves the tensors that it is made of"
         )
-    refuse_short(item.index.fqn, value)
+    refuse_unsupported(item.index.fqn, value)
     return value.detach()
 
 

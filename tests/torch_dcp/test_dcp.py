@@ -276,6 +276,17 @@ def test_a_tensor_that_torch_cannot_copy_is_named(tmp_path: Path, tensor: torch.
     assert [] == list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_coo], ids=str)
+def test_a_save_names_a_tensor_that_no_tag_holds(tmp_path: Path, layout: torch.layout) -> None:
+    """torch's planner, or a copy, said something of sizes."""
+    tensor = torch.ones(2, 2).to_sparse()
+    if layout is not torch.sparse_coo:
+        tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(CheckpointException, match=r"model.w is .*, expected a plain dense tensor"):
+        dcp.save({"model": {"w": tensor}}, checkpoint_id=tmp_path / "step_1")
+    assert not (tmp_path / "step_1").exists()
+
+
 def test_what_one_rank_refuses_all_hear(tmp_path: Path, pair: RankPool) -> None:
     """A class that differs on one rank ends the load on both."""
     assert all("model.w was saved as" in words for words in pair.run(switched.refused_on_one, tmp_path))
