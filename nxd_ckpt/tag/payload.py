@@ -5,7 +5,7 @@ Lightning saves lists of optimizers and of schedulers, Composer dicts of them by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -93,10 +93,6 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
     return cast("dict[str, Any]", tree)
 
 
-_KEYS = (int, float, complex, str, bytes, tuple, type(None))
-"""Types of keys of plain data."""
-
-
 def checked_rank_state(tree: Any, where: str) -> dict[str, Any]:
     """Return ``tree`` if it has the form of what a rank saves for itself. Raises MalformedFile, naming ``where``."""
     _names(tree, f"{where}: expected a rank's own state")
@@ -107,7 +103,7 @@ def checked_rank_state(tree: Any, where: str) -> dict[str, Any]:
         if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
             raise MalformedFile(f"{where}: {key} must be names, found {shown(listed)}")
     for name, path in tree["paths"].items():
-        if not isinstance(path, (list, tuple)) or not all(isinstance(key, _KEYS) for key in path):
+        if not isinstance(path, (list, tuple)) or not all(isinstance(key, Hashable) for key in path):
             raise MalformedFile(f"{where}: the path of {shown(name)} must be keys, found {shown(path)}")
     return cast("dict[str, Any]", tree)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,7 @@ KEYS: dict[str, Any] = {
     "a text and its number": lambda n, late: {1: 7, "1": n},
     "True": lambda n, late: {True: n, "True": 7},
     "a tuple": lambda n, late: {(1, 2): n, "(1, 2)": 7},
+    "numpy's number": lambda n, late: {np.int64(3): n, 4: late},
     "a slash": lambda n, late: {"loss": n, "loss/train": late},
     "a slash in another's": lambda n, late: {"a": {"b": n}, "a/b": late},
     "marks": lambda n, late: {"a": n, "a~1b": late, "~": n, "a/b": n},
