@@ -21,18 +21,23 @@ _OURS = {
     "async_": "async_save",
     "asynchronous": "async_save",
     "checkpoint_dir_str": "path",
+    "every_steps": "every",
     "interval": "every",
     "keep": "num_kept_ckpts",
+    "keep_last": "num_kept_ckpts",
     "keep_latest_k": "num_kept_ckpts",
     "max_shard_size": "size_per_shard",
+    "lr_scheduler": "scheduler",
     "max_to_keep": "num_kept_ckpts",
     "num_kept": "num_kept_ckpts",
+    "optim": "optimizer",
     "save_every": "every",
     "save_interval": "every",
     "save_interval_steps": "every",
     "save_top_k": "retain",
     "save_total_limit": "num_kept_ckpts",
     "save_xser": "use_xser",
+    "sched": "scheduler",
 }
 """Keywords of other libraries, each with the one of ours that takes its place, for error messages."""
 _ALIKE = 0.8
