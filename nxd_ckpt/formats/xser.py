@@ -72,16 +72,25 @@ def balance(nbytes: Sequence[int], n: int) -> list[int]:
 def normalise(tree: Any) -> Any:
     """Return ``tree`` with OrderedDicts as dicts, and ``betas`` and ``shape_info`` as lists, as NxD writes them.
 
-    Other tuples and sizes keep their type, so that a load returns them unchanged.
+    Other tuples and sizes keep their type, and modules' extra state all types, so that a load returns them unchanged.
     """
     if isinstance(tree, TENSORS):
         return tree
     if type(tree) in (dict, OrderedDict):
-        return {key: _listed(value) if key in _AS_LISTS else normalise(value) for key, value in tree.items()}
+        return {key: _normalised(key, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(map(normalise, tree))
     return tree
 
+
+def _normalised(key: Any, value: Any) -> Any:
+    if isinstance(key, str) and key.endswith(_EXTRA_STATE):
+        return value
+    return _listed(value) if key in _AS_LISTS else normalise(value)
+
+
+_EXTRA_STATE = "_extra_state"
+"""End of the names of modules' extra state."""
 
 _AS_LISTS = ("betas", "shape_info")
 

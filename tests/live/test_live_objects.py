@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,31 @@ def test_extra_state_comes_after_the_weights(tmp_path: Path, verify: Any) -> Non
         checkpointer.load("one", filled, verify=verify)
     assert 300_000 == live.seen
     assert ["weight", "_extra_state"] == list(filled)
+
+
+class Kept(torch.nn.Module):
+    """Extra state as it is given."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+def test_extra_state_comes_back_in_its_own_types(tmp_path: Path, use_xser: bool) -> None:
+    """An OrderedDict came back as a dict, and a tuple called betas as a list, as NxD has them in its own states."""
+    model = Kept(OrderedDict(b=1, a=OrderedDict(t=torch.ones(2)), betas=(0.9, 0.95)))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save("one", model, use_xser=use_xser)
+        live = Kept(None)
+        checkpointer.load("one", live)
+    assert repr(model.state) == repr(live.state)
 
 
 def test_two_tensors_of_one_memory_are_refused_unless_they_are_one(tmp_path: Path) -> None:
