@@ -335,6 +335,20 @@ def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
         assert [[1.0, 1.0], [0.0, 0.0]] == [tensor.tolist() for tensor in state["user_content"]["rng"]]
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_dicts_in_an_optimizers_state_go_there_and_back(tmp_path: Path, flat: bool) -> None:
+    """They were written, and then refused: DCP's names do not tell where a parameter's name ends."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, parameter in enumerate(model.parameters()):
+        inner = {"left": torch.ones(2) * number, "right": [torch.ones(1), {"x": torch.ones(3)}]}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "blocks": inner}
+    save_checkpoint(tmp_path, "a", model, optimizer)
+    convert(tmp_path / "a", tmp_path / "dcp", to="dcp", flatten_optimizer_state=flat)
+    convert(tmp_path / "dcp", tmp_path / "again/a", to="tag", optimizer_form="plain")
+    assert not diff_checkpoints(open_checkpoint(tmp_path, "a"), open_checkpoint(tmp_path / "again", "a"), full=True)
+
+
 def test_names_that_torch_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
     """Joined by dots, two keys of the user content would be one: none is lost silently."""
     save_checkpoint(tmp_path, "a", {"x": torch.ones(1)}, user_content={"a.b": 1, "a": {"b": 2}})

@@ -122,11 +122,26 @@ class DcpTrees:
     @cached_property
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, with names as "params". Raises KeyMismatch if a parameter is in none, or in two."""
-        options = ((owner, option, self._option(option, name)) for owner, option, name in self._options)
+        options = [(owner, option, self._option(option, name)) for owner, option, name in self._options]
+        listed = {name for _, option, value in options if option == PARAMS for name in value}
+        self._settle(listed or {owner for owner, _, _ in options})
         try:
             return groups_of(options, list(self.states), lambda a, b: by_digest(a) == by_digest(b))
         except KeyMismatch as error:
             raise KeyMismatch(f"{self._entries.where}: {error}") from None
+
+    def _settle(self, parameters: set[str]) -> None:
+        """Give these parameters what lies in dicts of their state: DCP's names do not tell where a parameter's ends."""
+        for owner in [owner for owner in self.states if owner not in parameters]:
+            parameter = max((name for name in parameters if owner.startswith(f"{name}.")), key=len, default=None)
+            if parameter is not None:
+                for name in self.states.pop(owner).values():
+                    path = self._entries.path(name)
+                    heads = (".".join(map(str, path[:number])) for number in range(len(path)))
+                    first = next((number for number, head in enumerate(heads) if head.endswith(f".{parameter}")), None)
+                    keys = (*owner.removeprefix(f"{parameter}.").split("."), *self._below[name])
+                    self._below[name] = keys if first is None else path[first:]
+                    self.states.setdefault(parameter, {})[".".join(map(str, self._below[name]))] = name
 
     def _option(self, option: str, name: str) -> Any:
         value = self._entries.entry(name)
