@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
 from nxd_ckpt import UnshardStrategy, convert, save_checkpoint, unshard_checkpoint
+from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
 from tests.conversion.tags import SHAPES, Tree, contents, model, save_example, whole
 from tests.golden.checkpoints import saved
@@ -182,6 +183,15 @@ def test_extra_state_is_kept(tmp_path: Path) -> None:
         assert "extra" in read(unshard_checkpoint(tmp_path / "run" / name, tmp_path / f"{name}-pt")[0])
         with pytest.raises(UnsupportedState, match="use_safetensors=False"):
             unshard_checkpoint(tmp_path / "run" / name, tmp_path / f"{name}-safe", use_safetensors=True)
+
+
+@pytest.mark.parametrize("use_safetensors", [False, True])
+def test_inspect_says_that_it_may_be_ours(tmp_path: Path, capsys: Any, use_safetensors: bool) -> None:
+    """A directory with nothing but model.safetensors was called transformers'."""
+    save_checkpoint(tmp_path / "run", "step_1", {"w": torch.ones(2)}, durable=False)
+    unshard_checkpoint(tmp_path / "run" / "step_1", tmp_path / "out", use_safetensors=use_safetensors)
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "nxd_ckpt's form files" in capsys.readouterr().out
 
 
 def test_a_changed_byte_is_found(tmp_path: Path) -> None:

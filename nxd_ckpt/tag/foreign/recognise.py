@@ -52,7 +52,7 @@ class Program(Enum):
     TORCH_DCP = "torch DCP"
     TORCH_CHECKPOINTING = "torch_checkpointing"
     WHOLE_FILES = "nxd_ckpt's form files, or ColossalAI"
-    HUGGING_FACE = "Hugging Face transformers"
+    HUGGING_FACE = "Hugging Face transformers, or nxd_ckpt's form files"
 
     @property
     def writes_tags(self) -> bool:
