@@ -22,6 +22,7 @@ Metrics: TypeAlias = Mapping[str, float | None]
 """Metrics of the training that a save recorded, by name; None if a value was not finite."""
 
 
+@dataclass(frozen=True)
 class Rule(Options, ABC):
     """Base of the rules here, so that type checkers know what a list of several of them holds."""
 
