@@ -47,10 +47,12 @@ from nxd_ckpt.errors import (
     as_checkpoint_errors,
 )
 from nxd_ckpt.formats.assembly import box_of
+from nxd_ckpt.formats.memory import byte_view
 from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.stored_tensors import read_tensor
-from nxd_ckpt.formats.tensors import dtype_name
+from nxd_ckpt.formats.tensors import dtype_name, form_of
 from nxd_ckpt.formats.torch_zip import read_tree
+from nxd_ckpt.live.dtensor import PLAIN
 from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.base import Storage
@@ -333,19 +335,24 @@ class StorageWriter(TorchStorageWriter):
         return self._directory
 
     def _values(self, agreement: Agreement, plan: SavePlan, planner: SavePlanner) -> dict[str, bytes]:
-        """Return the values, by name, that no rank before this one has; rank 0 warns of those that differ.
+        """Return the values, by name, that no rank before this one has.
 
-        A plan says only which rank writes a value, and any that has it may be that. Collective.
+        A plan says only which rank writes a value or a plain tensor, and any that has it may be that. Rank 0 warns of
+        those that differ. Collective.
         """
-        planned = agreement.gather([item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO])
-        names = agreement.broadcast(sorted({name for own in planned or () for name in own}))
+        planned = agreement.gather({item.index.fqn: item.type.name for item in plan.items})
+        types = agreement.broadcast({name: kind for own in planned or () for name, kind in own.items()})
+        names = sorted(name for name, kind in types.items() if kind == WriteItemType.BYTE_IO.name)
         values = on_all(agreement, lambda: dict(_own_values(names, plan, planner)))
         read = on_all(agreement, lambda: {name: read_value(data, name, self._trust) for name, data in values.items()})
-        digests = agreement.gather({name: digest_of_value(value) for name, value in read.items()})
-        first_ranks = decided_by_rank0(agreement, lambda: self._first_ranks(digests or ()))
+        tensors = sorted(name for name, kind in types.items() if kind == WriteItemType.TENSOR.name)
+        own = {name: digest_of_value(value) for name, value in read.items()}
+        own |= on_all(agreement, lambda: dict(_tensor_digests(tensors, planner)))
+        digests = agreement.gather(own)
+        first_ranks = decided_by_rank0(agreement, lambda: self._first_ranks(digests or (), tensors))
         return {name: data for name, data in values.items() if first_ranks[name] == agreement.rank}
 
-    def _first_ranks(self, digests: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    def _first_ranks(self, digests: Sequence[Mapping[str, int]], tensors: Sequence[str]) -> dict[str, int]:
         first: dict[str, tuple[int, int]] = {}
         differing: dict[str, int] = {}
         for rank, own in enumerate(digests):
@@ -355,12 +362,13 @@ class StorageWriter(TorchStorageWriter):
         if differing:
             name, rank = next(iter(differing.items()))
             logger.warning(
-                "%s: ranks %d and %d have different values of %s. Of each name the first rank's is saved, the others' "
-                "are lost: give each rank's its own name in the state dict, such as loader_0, or make them equal",
+                "%s: ranks %d and %d have different values of %s. Of each name %s is saved, the others' are lost: give "
+                "each rank's its own name in the state dict, such as loader_0, or make them equal",
                 self.checkpoint_id,
                 first[name][0],
                 rank,
                 first_of(list(differing)),
+                "one rank's" if differing.keys() & {*tensors} else "the first rank's",
             )
             _differing.update(differing)
         return {name: rank for name, (rank, _) in first.items()}
@@ -395,6 +403,9 @@ def told_at_exit(response: Any) -> Any:
         return ToldFuture(response)
     return replace(response, upload_completion=ToldFuture(response.upload_completion))
 
+
+_COMPARED = 2**20
+"""Bytes of a tensor that ranks compare."""
 
 _differing: set[str] = set()
 """Names of values that rank 0 has warned of."""
@@ -483,6 +494,18 @@ def _own_values(names: Iterable[str], plan: SavePlan, planner: SavePlanner) -> I
         except (LookupError, ValueError):
             if name in planned:
                 raise
+
+
+def _tensor_digests(names: Iterable[str], planner: SavePlanner) -> Iterator[tuple[str, int]]:
+    """Yield digests of those plain tensors of these names that this rank has; of large ones, of their beginning."""
+    for name in names:
+        try:
+            value: Any = planner.resolve_data(WriteItem(MetadataIndex(name), WriteItemType.TENSOR))
+        except (LookupError, ValueError):
+            continue
+        if type(value) in PLAIN and value.is_cpu and value.layout is torch.strided:
+            start = value.detach().flatten()[: _COMPARED // value.element_size()]
+            yield name, digest_of_value([*form_of(value), bytes(byte_view(start.contiguous()))])
 
 
 def _value_bytes(data: Any) -> bytes:

@@ -140,6 +140,14 @@ def test_values_that_differ_between_ranks_are_the_first_rank_s_and_named_once(tm
     assert [] == elsewhere
 
 
+def test_tensors_that_differ_between_ranks_are_named_once(tmp_path: Path, pair: RankPool) -> None:
+    """A buffer of the model, and a random state beside it: torch saves one rank's."""
+    messages, elsewhere = pair.run(writing.differing_tensors, tmp_path)
+    [message] = messages
+    assert "ranks 0 and 1 have different values of generator, model.seen. Of each name one rank's is saved" in message
+    assert [] == elsewhere
+
+
 def test_only_so_many_tags_are_kept(tmp_path: Path) -> None:
     """``num_kept_ckpts``; and one writer saves tag after tag by ``checkpoint_id=``."""
     writer = StorageWriter(num_kept_ckpts=2)

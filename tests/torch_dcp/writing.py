@@ -213,6 +213,15 @@ def killed(rank: int, directory: Path, at: str) -> None:
     save(state, storage_writer=StorageWriter(directory, "step_1", timeout=30, storage=storage))
 
 
+def differing_tensors(rank: int, directory: Path) -> list[str]:
+    """Two saves of plain tensors of which some differ between the ranks; what this rank was warned of."""
+    state = {"model": {"w": torch.ones(2), "seen": torch.tensor(rank)}, "generator": torch.full((5000,), rank)}
+    with logged() as messages:
+        for tag in ("one", "two"):
+            save({**state, "equal": torch.arange(3)}, storage_writer=StorageWriter(directory, tag))
+    return messages
+
+
 def differing_values(rank: int, directory: Path) -> tuple[Any, list[str]]:
     """Two saves of values that differ between the ranks; what the first holds, and what this rank was warned of."""
     state = {"model": {"w": torch.ones(2)}, "step": 5, "loader": {"seen": 100 + rank}, "random": b"of %d" % rank}
