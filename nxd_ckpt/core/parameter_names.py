@@ -19,6 +19,9 @@ BASE_LAYER = ".base_layer"
 CONFIG = "lora_config"
 """Key of the configuration in a state dict."""
 
+EXTRA_STATE = "_extra_state"
+"""End of the names of modules' extra state, which may be a dict: what ``get_extra_state()`` returns."""
+
 _MARK = "lora_"
 
 _WRAPPERS = frozenset(

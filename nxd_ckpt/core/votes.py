@@ -30,7 +30,7 @@ _USER_CONTENT = f"0|user_content{VALUES}|{WHOLE}"
 """The claim of user content, of which a tag has rank 0's, for all."""
 
 _BESIDE = {"user_content": "user_content=", "scheduler": "a scheduler, or objects in state="}
-"""What is written for all ranks beside model and optimizer, in words."""
+"""Words for the parts that one rank writes for all, beside model and optimizer."""
 
 
 class Claim(NamedTuple):

@@ -50,8 +50,8 @@ class ImportHook(MetaPathFinder):
         if name not in self._names:
             return None
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        found = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in found if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._imported)
         return spec
@@ -85,8 +85,8 @@ class _Handed:
         self._install, self._settings = install, settings
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = {name: value for name, value in self._settings.options.items() if name not in _OF_THIS_PROCESS}
-        options = {name: value for name, value in given.items() if _can_be_pickled(name, value)}
+        shared = {name: value for name, value in self._settings.options.items() if name not in _OF_THIS_PROCESS}
+        options = {name: value for name, value in shared.items() if _can_be_pickled(name, value)}
         return _received, (self._install, Settings(options, self._settings.tiers))
 
 

@@ -396,7 +396,7 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 
 
 _nbytes = lru_cache(maxsize=4096)(nbytes_of)
-"""The same of a shape that is a tuple: most tensors have few shapes."""
+"""`nbytes_of` with a memory, for shapes that are tuples: most tensors have few."""
 
 
 @lru_cache(maxsize=4096)

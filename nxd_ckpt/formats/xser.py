@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.parameter_names import EXTRA_STATE
 from nxd_ckpt.formats.memory import TENSORS, torch_dtype
 from nxd_ckpt.formats.strides import note, stride_of
 from nxd_ckpt.formats.tensors import TensorReference, map_tensors
@@ -84,13 +85,10 @@ def normalise(tree: Any) -> Any:
 
 
 def _normalised(key: Any, value: Any) -> Any:
-    if isinstance(key, str) and key.endswith(_EXTRA_STATE):
+    if isinstance(key, str) and key.endswith(EXTRA_STATE):
         return value
     return _listed(value) if key in _AS_LISTS else normalise(value)
 
-
-_EXTRA_STATE = "_extra_state"
-"""End of the names of modules' extra state."""
 
 _AS_LISTS = ("betas", "shape_info")
 

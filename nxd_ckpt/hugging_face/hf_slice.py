@@ -28,7 +28,7 @@ ALL_RANKS = (
     ", and check that the files of all ranks are there. If each rank holds a whole copy of this tensor, and parts of "
     "others, make a tag by convert(..., to='tag', tp=1, partitions=...), with the cuts of the others, and take that"
 )
-"""What to do about a tensor that is larger than its model's."""
+"""Advice for a tensor that is larger than its model's."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mesh import Placed
-from nxd_ckpt.core.parameter_names import canonical, without_wrappers
+from nxd_ckpt.core.parameter_names import EXTRA_STATE, canonical, without_wrappers
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import ShapeProblems, size_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
@@ -43,8 +43,6 @@ from nxd_ckpt.surroundings import as_called
 
 _WITHOUT_SHAPE = (UninitializedParameter, UninitializedBuffer)
 """Parameters and buffers of a lazy module before its first batch, or its load."""
-
-_EXTRA_STATE = "_extra_state"  # torch: the name of what nn.Module.get_extra_state() returns
 
 
 class ModelAdapter:
@@ -472,7 +470,7 @@ class ModuleModel(ModelAdapter):
 
     def _owner(self, name: str) -> torch.nn.Module:
         name = self._inner_name(name)
-        owner: torch.nn.Module = self._root.get_submodule(name.removesuffix(_EXTRA_STATE).removesuffix("."))
+        owner: torch.nn.Module = self._root.get_submodule(name.removesuffix(EXTRA_STATE).removesuffix("."))
         # torch-xla's FSDP gives the module whose parameters it flattens the name of what flattens them.
         return owner._modules.get("_fpw_module") or owner
 
@@ -567,7 +565,7 @@ def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _is_extra_state(name: str) -> bool:
-    return name.endswith(_EXTRA_STATE) and name.rpartition(".")[2] == _EXTRA_STATE
+    return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _check_form(name: str, saved: Any, live: Any) -> None:

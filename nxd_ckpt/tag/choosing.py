@@ -386,10 +386,10 @@ def choose_anything(storage: Storage, tag: Tag | None, place: Place | None) -> t
         return storage, _of_tag(choose(storage, tag))
     except CheckpointNotFound:
         inside, key = around(storage, tag, place)
-        found = find_by_path(inside, key)
-        if found is None:
+        named = find_by_path(inside, key)
+        if named is None:
             raise
-        return inside, found
+        return inside, named
 
 
 def _of_tag(info: TagInfo) -> ByPath:

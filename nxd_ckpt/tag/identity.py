@@ -39,7 +39,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.wrapper import LayeredStorage, StorageWrapper
 
 FOREIGN_MARK = b"1"
-"""What NxD writes into its markers."""
+"""Content of NxD's markers."""
 _RECORDED = re.compile(rb"([0-9]{1,13}(?:\.[0-9]{1,6})?) [^ ]+")
 
 
