@@ -504,6 +504,7 @@ def _tensor_digests(names: Iterable[str], planner: SavePlanner) -> Iterator[tupl
         except (LookupError, ValueError):
             continue
         if type(value) in PLAIN and value.is_cpu and value.layout is torch.strided:
+            refuse_unsupported(name, value)
             start = value.detach().flatten()[: _COMPARED // value.element_size()]
             yield name, digest_of_value([*form_of(value), bytes(byte_view(start.contiguous()))])
 
