@@ -17,7 +17,6 @@ from nxd_ckpt.commit.session import Session, open_session
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.at_exit import ClosesUnheld, close_at_exit, counts_at_exit, forget
-from nxd_ckpt.coordination.environment import require_all_ranks, topology_of, versions
 from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.stopping import Schedule
@@ -29,6 +28,7 @@ from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
+from nxd_ckpt.live.environment import require_all_ranks, topology_of, versions
 from nxd_ckpt.loading.load import Loaded, load
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest, agreed_options
 from nxd_ckpt.options.checkpointer_options import JobOptions

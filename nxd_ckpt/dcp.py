@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
-from nxd_ckpt.coordination.environment import default_topology, require_all_ranks
 from nxd_ckpt.core.dcp_names import DcpItem, names_of
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.memory import is_shards
 from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.live.environment import default_topology, require_all_ranks
 from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader

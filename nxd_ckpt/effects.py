@@ -31,8 +31,8 @@ from threading import (
 from time import monotonic, monotonic_ns, sleep, time
 from typing import TypeVar
 
-from nxd_ckpt import gc_paused
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.surroundings import collect_in_child
 
 __all__ = [
     "Condition",
@@ -131,7 +131,7 @@ def born(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-in_forked_children(gc_paused.collect_in_child)
+in_forked_children(collect_in_child)
 
 
 def side_by_side(*calls: Callable[[], ResultT]) -> list[ResultT]:

@@ -1,5 +1,6 @@
-"""Modes of torch that a script has set for its thread: our functions run without them, and the script's own code with.
+"""Surroundings of our functions, which they leave for a while: modes of torch that a script set, and Python's garbage.
 
+Our functions run without the modes of a script's thread, and the script's own code with them.
 A default device, autocast, inference mode and FakeTensorMode change what torch's functions return to code that knows
 nothing of them. Modes belong to threads, so that the threads that we start have none. The default dtype belongs to the
 process: nothing of ours depends on it.
@@ -7,6 +8,7 @@ process: nothing of ours depends on it.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -102,3 +104,34 @@ def _push(torch: Any, modes: Sequence[Any]) -> None:
 def _autocast_devices(torch: Any) -> list[str]:
     own = torch._C._get_privateuse1_backend_name()
     return list(dict.fromkeys(("cpu", "cuda", "xpu", "xla", "mps", "hpu", own)))
+
+
+_pauses: list[None] = []
+"""An entry for each thread that paused the collection, and will resume it."""
+
+
+class gc_paused:
+    """Context in which garbage collection is paused.
+
+    Walking all objects again and again while thousands of new ones are made, none of them garbage, takes longer than
+    making them. A child that is forked meanwhile collects its own (see `effects`).
+    """
+
+    __slots__ = ("_pauses",)
+
+    def __enter__(self) -> None:
+        self._pauses = gc.isenabled()
+        if self._pauses:
+            _pauses.append(None)
+            gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        if self._pauses:
+            _pauses.pop()
+            gc.enable()
+
+
+def collect_in_child() -> None:
+    """Start the collection again in a forked child, which has no thread that paused it."""
+    if _pauses:
+        gc.enable()

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.surroundings import gc_paused
 
 pytestmark = [pytest.mark.plain, pytest.mark.once]
 

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 
 # From bottom to top: a module imports from its own folder and from those before. "" is nxd_ckpt/__init__.py itself.
 ORDER = (
-    *("surroundings", "errors", "version", "gc_paused", "core", "effects", "formats", "storage", "options", "live"),
+    *("surroundings", "errors", "version", "core", "effects", "formats", "storage", "options", "live"),
     *("coordination", "tag", "reshard", "commit", "hugging_face", "saving", "loading", "keywords", "output"),
     *("torch_dcp", "conversion", "migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune"),
     *("converting", "verify", "adapters", "dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
@@ -27,7 +27,7 @@ ORDER = (
 LEVEL_OF = {layer: level for level, layer in enumerate(ORDER)}
 
 # Nothing else is below core, so that it is pure transitively.
-PURE = ("surroundings", "errors", "version", "gc_paused", "core")
+PURE = ("surroundings", "errors", "version", "core")
 ALSO_PURE = tuple(f"nxd_ckpt.hugging_face.{name}" for name in ("mapping", "packing", "sizes", "torchtitan_names"))
 IMPURE = {
     *("torch", "numpy"),

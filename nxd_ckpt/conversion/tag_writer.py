@@ -37,7 +37,6 @@ from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout, RanksD
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.state import SaveState, StateTensor
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
-from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.loading.load_attempt import unwrapped
@@ -56,6 +55,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report, watched
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.transfer import Progress, StoredFile, copy, link_or_copy
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
 
 

@@ -16,7 +16,6 @@ from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
-from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import locate_apart
@@ -27,6 +26,7 @@ from nxd_ckpt.reshard.resharded_state import checked_facts
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag

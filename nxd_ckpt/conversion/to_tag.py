@@ -27,7 +27,6 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS
 from nxd_ckpt.formats.safetensors import TensorForm
-from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
 from nxd_ckpt.hugging_face.mappings import find_mapping, text_config, with_head_of
 from nxd_ckpt.loading.parts import positions_together
@@ -38,6 +37,7 @@ from nxd_ckpt.output.source import Source, open_imported, refuse_mixed_ranks
 from nxd_ckpt.reshard.resharded_state import checked_facts
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.foreign.hugging_face_directory import open_weights
 from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.foreign.recognise import Program

@@ -17,8 +17,8 @@ from nxd_ckpt.output.cp_files import TagFile, files_to_copy, verify
 from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import Source, open_source
-from nxd_ckpt.storage.archive.archive_storage import END, MEMBER_LIST, dump_members
-from nxd_ckpt.storage.archive.unpacking import compressing, compression_of
+from nxd_ckpt.storage.archive_storage import END, MEMBER_LIST, dump_members
+from nxd_ckpt.storage.archive_unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.progress import Counter

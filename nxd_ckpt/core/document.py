@@ -14,7 +14,7 @@ from typing import Any
 
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import CheckpointError, HostExhausted, MalformedFile, UnreadableFormat
-from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.surroundings import gc_paused
 
 HEAD = 64
 """Bytes at the beginning of a file that tell it."""

@@ -26,7 +26,7 @@ from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, MalformedFile, SaveFailed
-from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.surroundings import gc_paused
 
 CRC_BLOCK = 4 * 2**20
 """Bytes that one block digest covers; a slice is verified by the blocks it touches, not the whole tensor."""

@@ -28,8 +28,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.drop_in import functions, rank_files
-from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE, IOState
-from nxd_ckpt.drop_in.settings import Settings
+from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE, IOState, Settings
 from nxd_ckpt.keywords import InstallKeywords
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions

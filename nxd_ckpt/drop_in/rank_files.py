@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
-from nxd_ckpt.coordination.environment import topology_of
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
@@ -31,6 +30,7 @@ from nxd_ckpt.errors import CheckpointNotFound, KeyMismatch, PartLost, as_checkp
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live import torch_xla
+from nxd_ckpt.live.environment import topology_of
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.saving.planned_file import PlannedFile

@@ -12,7 +12,6 @@ from typing_extensions import Unpack
 
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
-from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.topology import Topology
@@ -21,6 +20,7 @@ from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.memory import allocated, byte_view
 from nxd_ckpt.keywords import LoadKeywords
+from nxd_ckpt.live.environment import default_topology
 from nxd_ckpt.loading.comparison import recorded_digest
 from nxd_ckpt.loading.load_attempt import LoadAttempt
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest

@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 from nxd_ckpt.core import limits
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import MalformedFile, UnsafePickle
-from nxd_ckpt.formats.inert import Call, Inert, Marker
-from nxd_ckpt.formats.numpy_values import NumpyArray, NumpyDtype, numpy_scalar
+from nxd_ckpt.formats.inert import Call, Inert, Marker, NumpyArray, NumpyDtype, numpy_scalar
 from nxd_ckpt.formats.tensors import TensorReference
 
 KindT = TypeVar("KindT")

@@ -33,7 +33,6 @@ from nxd_ckpt.api import (
 )
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import decided_by_rank0
-from nxd_ckpt.coordination.environment import default_topology
 from nxd_ckpt.coordination.lease import leased
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import plain_options, takes
@@ -48,6 +47,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.integrations.trainer_tags import WORLD_SIZE, parameter_names, require_same
 from nxd_ckpt.keywords import SaveCheckpointKeywords
 from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
+from nxd_ckpt.live.environment import default_topology
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.output.locations import Location, location_of
 from nxd_ckpt.saving.options import SaveOptions

@@ -1,4 +1,7 @@
-"""Choice of the adapter for a live optimizer, and the adapter of several."""
+"""Choice of the adapter for a live optimizer, the adapter of several, and a check that saved state is of its class.
+
+torch loads another class's state, and fails or drifts later. Each class's entries are those of torch.optim 2.5 to 2.14.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,23 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.core.mesh import Placed
-from nxd_ckpt.core.suggestions import listed
+from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, UnsupportedState
-from nxd_ckpt.formats.optimizer_trees import KEYS, OPTIMIZER_NAME
+from nxd_ckpt.formats.optimizer_trees import KEYS, OPTIMIZER_NAME, VALUE
 from nxd_ckpt.formats.state import OptimizerForm, StateTensor
 from nxd_ckpt.formats.strides import Stride
 from nxd_ckpt.formats.tensors import Path
 from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.frozen import LiveState
-from nxd_ckpt.live.left_out import with_left_out
 from nxd_ckpt.live.load_hooks import loads_itself
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import by_name, is_model
 from nxd_ckpt.live.optimizer_dict import DictOptimizer
 from nxd_ckpt.live.optimizer_state import Keeps, LeafSource, OptimizerAdapter, Slot, flat_parameters, keeps_nothing
-from nxd_ckpt.live.optimizer_types import check_class, if_known, parameter_names
 from nxd_ckpt.live.own_form import OwnFormOptimizer, own_form_of
-from nxd_ckpt.live.plain import PlainOptimizer, TorchZeroOptimizer, is_torch_zero
+from nxd_ckpt.live.plain import PlainOptimizer, TorchZeroOptimizer, is_torch_zero, with_left_out
+from nxd_ckpt.live.state_names import if_known, parameter_names
 from nxd_ckpt.live.zero1 import ExpertZero1Optimizer, Zero1Optimizer
 
 _EXPECTED = "must be a torch optimizer, an NxD optimizer or a state dict"
@@ -391,3 +393,57 @@ def _global(name: str, entry: str) -> str:
 
 def _keeps_of(name: str, keeps: Keeps) -> Keeps:
     return lambda entry: keeps(_global(name, entry))
+
+
+_OPTIONS = {
+    *("betas", "eps", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho", "lr_decay"),
+    *("initial_accumulator_value", "lambd", "t0", "momentum_decay", "etas", "step_sizes", "beta2_decay", "d"),
+    *("ns_coefficients", "ns_steps", "tolerance_grad", "tolerance_change", "history_size", "line_search_fn"),
+}
+"""Options that tell the class of torch.optim of a param group; others come and go with releases and schedulers."""
+
+_ENTRIES = {
+    "Adadelta": {"square_avg", "acc_delta"},
+    "Adagrad": {"sum"},
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "Adamax": {"exp_avg", "exp_inf"},
+    "ASGD": {"eta", "mu", "ax"},
+    "NAdam": {"mu_product", "exp_avg", "exp_avg_sq"},
+    "RAdam": {"exp_avg", "exp_avg_sq"},
+    "RMSprop": {"square_avg"},
+    "Rprop": {"prev", "step_size"},
+    "SparseAdam": {"exp_avg", "exp_avg_sq"},
+}
+"""Entries that classes of torch.optim keep for each parameter after its first step, with any options."""
+
+
+def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    """Raise OptimizerMismatch for param groups or state of several optimizers, or of one of another class."""
+    kind, groups = type(optimizer), list(groups)
+    several = {group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group}
+    if len(several) > 1:
+        raise OptimizerMismatch(
+            f"optimizer: the checkpoint holds several by name ({first_of(sorted(map(repr, several)))}), not one; pass "
+            "them as a dict, optimizer={name: optimizer}, or one of them with its model's prefix="
+        )
+    for number, (live, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
+        unknown = sorted((saved.keys() & _OPTIONS) - live.keys())
+        if unknown:
+            raise OptimizerMismatch(
+                f"optimizer: param group {number} was saved with {first_of(unknown)}, which the live {kind.__name__} "
+                "does not know: another class of optimizer saved it; build that one, or load with optimizer=None"
+            )
+    if not kind.__module__.startswith("torch.optim"):
+        return
+    needed = _ENTRIES.get(kind.__name__, set())
+    for index, entries in state.items():
+        if isinstance(index, str) or not isinstance(entries, Mapping):
+            continue
+        lost = needed - entries.keys()
+        if lost and entries.keys() - {VALUE}:
+            raise OptimizerMismatch(
+                f"optimizer: the state of parameter {index} has {first_of(map(str, entries))}, and not "
+                f"{first_of(sorted(lost))}, without which {kind.__name__} cannot step: another class of optimizer "
+                "saved it; build that one, or load with optimizer=None"
+            )

@@ -29,9 +29,8 @@ from nxd_ckpt.live.optimizer_state import (
     keeps_nothing,
     materialise,
 )
-from nxd_ckpt.live.optimizer_types import if_known, parameter_names
 from nxd_ckpt.live.parameters import own_stride
-from nxd_ckpt.live.state_names import put_back, state_entries
+from nxd_ckpt.live.state_names import if_known, parameter_names, put_back, state_entries
 
 
 class DictOptimizer(OptimizerAdapter):

@@ -32,8 +32,8 @@ from nxd_ckpt.live.optimizer_state import (
     keeps_nothing,
     materialise,
 )
-from nxd_ckpt.live.optimizer_types import if_known
 from nxd_ckpt.live.parameters import own_stride
+from nxd_ckpt.live.state_names import if_known
 from nxd_ckpt.surroundings import as_called
 
 _ON_MESH = "on_mesh"

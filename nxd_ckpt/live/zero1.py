@@ -44,8 +44,8 @@ from nxd_ckpt.live.optimizer_state import (
     state_by_slots,
     traits_of_all,
 )
-from nxd_ckpt.live.optimizer_types import if_known
 from nxd_ckpt.live.parameters import refuse_short, spec_of
+from nxd_ckpt.live.state_names import if_known
 from nxd_ckpt.live.torch_xla import copy_in, to_cpu
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from nxd_ckpt.errors import (
     RanksDisagree,
     TagReplaced,
 )
-from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.loading.collective_checks import filter_summary
@@ -36,6 +35,7 @@ from nxd_ckpt.loading.overwriting import overwriting
 from nxd_ckpt.loading.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.choosing import ByPath, Opens, around, find_by_path, with_given_model
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag

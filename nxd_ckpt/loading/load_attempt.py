@@ -23,7 +23,6 @@ from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
 from nxd_ckpt.formats.memory import strided
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, map_tensors, nbytes_of
-from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.model import ModelAdapter
@@ -57,6 +56,7 @@ from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 

@@ -26,8 +26,8 @@ from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, OPTIMIZER_
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, is_tensor
 from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.optimizer import check_class
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter
-from nxd_ckpt.live.optimizer_types import check_class
 from nxd_ckpt.live.state_names import without
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.load_context import LoadContext

@@ -18,7 +18,6 @@ from nxd_ckpt.core.heads import HARDWARE
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride
-from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
@@ -37,6 +36,7 @@ from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.opened import OpenTag
 

@@ -23,7 +23,6 @@ from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import intents, journal, lease
 from nxd_ckpt.coordination.control_files import JOURNAL, staging_dir, verdict_dir
-from nxd_ckpt.coordination.environment import versions
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.retention_rules import Rule
@@ -42,6 +41,7 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
+from nxd_ckpt.live.environment import versions
 from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import Wave

@@ -2,7 +2,7 @@
 
 ``s3://bucket/prefix`` is `nxd_ckpt.storage.s3`, ``file://`` and everything without ``scheme://`` a directory, any other
 scheme a file system of fsspec. Libraries are imported when a URL needs them. A file that ends in ``.tar``, in any
-place, is the directory that was packed into it (`nxd_ckpt.storage.archive`); so is a compressed one, once it is
+place, is the directory that was packed into it (`nxd_ckpt.storage.archive_storage`); so is a compressed one, once it is
 unpacked.
 """
 
@@ -16,8 +16,8 @@ from typing import Annotated, Any
 from nxd_ckpt.core.arguments import Kind, plain_mapping
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.zip_directory import LOCAL_MARK
-from nxd_ckpt.storage.archive.archive_storage import SUFFIX, ArchiveStorage, StorageFile
-from nxd_ckpt.storage.archive.unpacking import SUFFIXES, UnpackedFile, compression_of
+from nxd_ckpt.storage.archive_storage import SUFFIX, ArchiveStorage, StorageFile
+from nxd_ckpt.storage.archive_unpacking import SUFFIXES, UnpackedFile, compression_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases, is_below

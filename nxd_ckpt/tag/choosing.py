@@ -20,7 +20,7 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, InvalidTag, MalformedFile
-from nxd_ckpt.storage.archive.archive_storage import ArchiveStorage
+from nxd_ckpt.storage.archive_storage import ArchiveStorage
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.urls import (

@@ -24,7 +24,7 @@ import zstandard
 
 from nxd_ckpt import convert, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CorruptCheckpoint, InvalidArgument
-from nxd_ckpt.storage.archive import unpacking
+from nxd_ckpt.storage import archive_unpacking
 from nxd_ckpt.storage.urls import open_storage
 from tests.conversion.tags import model, save_example
 from tests.support.processes import run_program
@@ -49,14 +49,14 @@ DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 KILLED = """
 import os, signal, sys, tempfile
-from nxd_ckpt.storage.archive import unpacking
+from nxd_ckpt.storage import archive_unpacking
 from nxd_ckpt.storage.urls import open_storage
 
 def dying(*given):
     yield bytes(2000)
     os.kill(os.getpid(), signal.SIGKILL)
 
-unpacking.decompressed, tempfile.tempdir = dying, sys.argv[2]
+archive_unpacking.decompressed, tempfile.tempdir = dying, sys.argv[2]
 open_storage(sys.argv[1]).list()
 """
 
@@ -107,13 +107,13 @@ def test_an_archive_goes_through_a_store(work_dir: Path) -> None:
 def test_it_is_unpacked_once(tmp_path: Path, work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all that open it, at once or later; anew when it changed; and the one before goes when nobody has it open."""
     unpacked: list[str] = []
-    decompressed = unpacking.decompressed
+    decompressed = archive_unpacking.decompressed
 
     def counting(kind: str, pieces: Any, where: str) -> Any:
         unpacked.append(Path(where).name)
         return decompressed(kind, pieces, where)
 
-    monkeypatch.setattr(unpacking, "decompressed", counting)
+    monkeypatch.setattr(archive_unpacking, "decompressed", counting)
     one, two = tmp_path / "one.tgz", tmp_path / "two.tgz"
     convert(save_example(tmp_path, 1), one, to="tar")
     with ThreadPoolExecutor(4) as threads:
@@ -169,12 +169,12 @@ def test_no_changed_bit_goes_unnoticed(tmp_path: Path, work_dir: Path, suffix: s
     """But for those that mean nothing: what is read, if anything, is what was packed."""
     convert(save_example(tmp_path, 1), tmp_path / f"one{suffix}", to="tar")
     data = (tmp_path / f"one{suffix}").read_bytes()
-    kind, plain, refused = unpacking.SUFFIXES[suffix], DECOMPRESS[suffix](data), 0
+    kind, plain, refused = archive_unpacking.SUFFIXES[suffix], DECOMPRESS[suffix](data), 0
     positions = range(0, len(data), 23)
     for at in positions:
         changed = data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
         try:
-            assert plain == b"".join(unpacking.decompressed(kind, [memoryview(changed)], "x"))
+            assert plain == b"".join(archive_unpacking.decompressed(kind, [memoryview(changed)], "x"))
         except CorruptCheckpoint:
             refused += 1
     assert refused > 0.9 * len(positions)
@@ -185,7 +185,7 @@ def test_a_bomb_is_refused(
     tmp_path: Path, work_dir: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more is written than the limit, and memory stays small, whatever it holds; a full disk is told too."""
-    monkeypatch.setattr(unpacking, "LEAST", 2**20)
+    monkeypatch.setattr(archive_unpacking, "LEAST", 2**20)
     bomb = tmp_path / f"bomb{suffix}"
     bomb.write_bytes(COMPRESS[suffix](bytes(100 * 2**20)))
     tracemalloc.start()
@@ -196,7 +196,7 @@ def test_a_bomb_is_refused(
     finally:
         tracemalloc.stop()
     assert [] == tree(work_dir)
-    monkeypatch.setattr(unpacking, "RATIO", 10**9)
+    monkeypatch.setattr(archive_unpacking, "RATIO", 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
     with pytest.raises(OSError, match="set TMPDIR"):
         open_checkpoint(bomb)
@@ -205,7 +205,7 @@ def test_a_bomb_is_refused(
 
 def test_zstandard_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, packing and reading name it; nothing was begun."""
-    monkeypatch.setattr(unpacking, "find_spec", lambda _: None)
+    monkeypatch.setattr(archive_unpacking, "find_spec", lambda _: None)
     (tmp_path / "some.tar.zst").write_bytes(b"")
     with pytest.raises(InvalidArgument, match=r"pip install zstandard"):
         open_checkpoint(tmp_path / "some.tar.zst")

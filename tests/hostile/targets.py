@@ -33,7 +33,7 @@ from nxd_ckpt.formats.unpickle import unpickle
 from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.integrations.trainer_tags import TrainerTag
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
-from nxd_ckpt.storage.archive.archive_storage import find_members
+from nxd_ckpt.storage.archive_storage import find_members
 from nxd_ckpt.tag.digest_lists import DIGESTS
 from nxd_ckpt.tag.directory import clash, is_checkpoint_of_ours_or_nxd, list_tags
 from nxd_ckpt.tag.files import TagFiles

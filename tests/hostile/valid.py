@@ -19,7 +19,7 @@ from nxd_ckpt.core.dcp_names import DcpChunk, DcpNames
 from nxd_ckpt.core.manifest import FileEntry, dump_index, dump_manifest
 from nxd_ckpt.core.votes import Verdict, Vote, dump
 from nxd_ckpt.formats.tensors import TensorReference
-from nxd_ckpt.storage.archive.archive_storage import END, MEMBER_LIST, dump_members
+from nxd_ckpt.storage.archive_storage import END, MEMBER_LIST, dump_members
 from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS, as_before, sealed
 from tests.formats.helpers import saved
 from tests.formats.pickles import named, text

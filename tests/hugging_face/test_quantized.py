@@ -13,8 +13,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.formats.low_precision import dequantized_mxfp4
 from nxd_ckpt.tag.foreign import dequantizing
+from nxd_ckpt.tag.foreign.dequantizing import dequantized_mxfp4
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_files
 from tests.migrate.dcp_directory import from_dcp

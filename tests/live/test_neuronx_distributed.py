@@ -9,7 +9,7 @@ import torch
 
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.live.neuronx_distributed import live_topology
+from nxd_ckpt.live.environment import live_topology
 from tests.interop.saving import save_as_every_rank
 from tests.support.parallel_state import FakeParallelState, installed_parallel_state
 

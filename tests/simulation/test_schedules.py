@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.gc_paused import gc_paused
+from nxd_ckpt.surroundings import gc_paused
 from tests.simulation.__main__ import PLACES, counted, run_all
 from tests.simulation.broken import BREAKS
 from tests.simulation.disk_schedule import EFFECTS, DiskSchedule

@@ -42,7 +42,6 @@ from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.core.votes import Verdict, Vote
 from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.gc_paused import gc_paused
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.load_context import load_context
@@ -51,6 +50,7 @@ from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opened import open_complete_tag
 from tools.bench.host import peak, reset_peak

@@ -32,10 +32,38 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
-from nxd_ckpt.formats.block_grid import GROUP, GROUP_NBYTES, NUMBERS, BlockGrid
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, itemsize
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.wrapper import StorageWrapper
+
+GROUP = 32
+"""Numbers of MXFP4 that share a scale."""
+GROUP_NBYTES = GROUP // 2
+
+NUMBERS = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of numbers of 8 bits that have scales beside them."""
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Blocks of ``rows`` x ``columns`` elements of each matrix in a row-major tensor of ``shape``, which share a scale.
+
+    The scales of a matrix are row-major too, and those of further matrices follow.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Blocks along both dimensions of a matrix; those at the edges may be cut off."""
+        return -(-self.shape[-2] // self.rows), -(-self.shape[-1] // self.columns)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-2], *self.counts)
+
 
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _SCALES_NBYTES = 16 * 2**20

@@ -1,1 +1,0 @@
-"""Archives of tags as read-only storages: tar, and compressed tar."""
