@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.11       interpreter for new environments (3.10 or newer, one that torch-xla 2.9 has wheels for)
 #   VENV=dir                environment with torch 2.9 and torch-xla 2.9 (about 7 GB: PyPI's torch brings CUDA)
-#   VENV_PLAIN=dir          environment without torch-xla, for the tests marked `plain`: Python 3.12 or newer with torch
+#   VENV_PLAIN=dir          environment without torch-xla, for all tests not marked `xla`: Python 3.12 or newer with torch
 #                           2.14, as AWS ships them, where such an interpreter is found, else PYTHON with torch 2.13
 #   PYTHON_PLAIN=python3.13 interpreter for it
 #   PYTHONS="3.12 3.13"     Pythons of `make test-pythons`; those that are not found are left out
@@ -35,7 +35,7 @@ TITAN := 'torchtitan==0.3.*' 'spmd_types==0.2.3' tyro docstring_parser typeguard
 OLD_TITAN := --target $(VENV_PLAIN)/torchtitan-0.2.2 'torchtitan==0.2.2'
 
 # Modules that may hold tests for the environment with torch-xla: importing the others takes as long as some tests.
-OF_XLA := { grep -rL '^pytestmark = .*mark\.once' tests --include='test_*.py'; grep -rl 'mark\.xla' tests --include='test_*.py'; } | sort -u
+OF_XLA := grep -rlE 'mark\.(xla|both)' tests --include='test_*.py' | sort
 
 # Ranks are processes and share few cores: one thread each.
 export OMP_NUM_THREADS := 1
@@ -60,7 +60,7 @@ test-xla: $(XLA_READY)
 test-plain: $(PLAIN_READY)
 	$(VENV_PLAIN)/bin/python -m pytest -m "plain and not soak" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# The tests marked `plain` on other interpreters; no part of `make test`. Each gets an environment of 1 to 6 GB.
+# The tests of `test-plain` on other interpreters; no part of `make test`. Each gets an environment of 1 to 6 GB.
 test-pythons:
 	set -e; for version in $(PYTHONS); do \
 	    python=$$(tools/find_python $$version); \
@@ -134,7 +134,7 @@ $(BENCH_READY): $(XLA_READY)
 
 $(PLAIN_READY): pyproject.toml setup.py
 	test -x $(VENV_PLAIN)/bin/python || $(PYTHON_PLAIN) -m venv --upgrade-deps $(VENV_PLAIN)
-	@echo "Tests marked plain run on $$($(VENV_PLAIN)/bin/python --version)"
+	@echo "test-plain runs on $$($(VENV_PLAIN)/bin/python --version)"
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile $(TORCH_PLAIN)
 	flock setup.py $(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --editable '.[dev]' $(TORCH_PLAIN)
 	$(VENV_PLAIN)/bin/python -m pip install --quiet --no-compile --no-deps $(TITAN) || echo "TorchTitan is not tested: it needs Python 3.11"

@@ -47,9 +47,13 @@ GOLDEN = REPOSITORY / "tests" / "golden"
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` is heeded
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``xla`` where torch-xla is not installed, and leave most cases of ``one_in`` to ``soak``."""
+    """Mark most tests ``plain`` and ``once``, leave most of ``one_in`` to ``soak``, and skip what lacks torch-xla."""
     seen = Counter[str]()
     for item in items:
+        if not item.get_closest_marker("xla"):
+            item.add_marker("plain")
+            if not item.get_closest_marker("both"):
+                item.add_marker("once")
         if (sweep := item.get_closest_marker("one_in")) and not item.get_closest_marker("soak"):
             test = item.nodeid.partition("[")[0]
             if seen[test] % sweep.args[0]:

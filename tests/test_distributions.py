@@ -16,8 +16,6 @@ from packaging.requirements import Requirement
 
 from tests.docs.markdown import README, REPOSITORY, code_blocks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -6,11 +6,7 @@ import gc
 import os
 import threading
 
-import pytest
-
 from nxd_ckpt.surroundings import gc_paused
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def collects_in_child() -> bool:

@@ -18,8 +18,6 @@ from nxd_ckpt import open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
 from tests.docs.markdown import DOCS, README, REPOSITORY, code_blocks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SCRIPT = """
 import nxd_ckpt
 from nxd_ckpt import convert

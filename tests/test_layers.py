@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 
 # From bottom to top: a module imports from its own folder and from those before. "" is nxd_ckpt/__init__.py itself.

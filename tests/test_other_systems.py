@@ -7,15 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from nxd_ckpt import Partition, Topology
 from nxd_ckpt.coordination.lease import Lease
 from tests.docs.markdown import REPOSITORY
 from tests.interop.saving import save_as_every_rank
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_without_what_linux_alone_has(tmp_path: Path) -> None:

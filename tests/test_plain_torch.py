@@ -6,10 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 REPOSITORY = Path(__file__).parents[1]
 
 # A fresh interpreter: imports of these are noted and fail, as on a machine without them.

@@ -28,8 +28,6 @@ from nxd_ckpt.errors import InvalidTag, TagReplaced
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_a_pending_save_shows_its_caller_what_is_the_callers() -> None:
     """Waiting, and how it went, beside what every future has."""

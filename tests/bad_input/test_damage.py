@@ -18,8 +18,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.bad_input.live import Job, jobs, topologies
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 FORMS = ["plain", "xser"]
 MARKERS = ("checkpoint", "done")
 

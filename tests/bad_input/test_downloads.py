@@ -11,8 +11,6 @@ import torch
 from nxd_ckpt import close_checkpointers, convert, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import MalformedFile
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LFS = """version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
 size 12345

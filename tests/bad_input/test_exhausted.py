@@ -10,8 +10,6 @@ import torch
 from nxd_ckpt import save_checkpoint
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LOADING = """
 import resource, sys, threading
 import torch

@@ -22,8 +22,6 @@ from tests.bad_input.live import Job, Net, files_below, jobs, topologies
 from tests.bad_input.refused import TAGS
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -38,8 +38,6 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"w": torch.ones(2)}
 
 

@@ -18,8 +18,6 @@ from nxd_ckpt import Topology, errors, load_checkpoint, save_checkpoint
 from tests.bad_input.live import jobs
 from tests.bad_input.refused import Settings
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 INERT: dict[str, Any] = {
     "arguments": argparse.Namespace(lr=0.1, layers=[1, 2], out=Path("/fsx/run7")),
     "paths": [Path("a/b"), PurePosixPath("/c")],

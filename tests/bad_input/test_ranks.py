@@ -17,8 +17,6 @@ from tests.bad_input.refused import Settings
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @dataclass(frozen=True)
 class Refusal:

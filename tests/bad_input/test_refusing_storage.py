@@ -16,8 +16,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = {"weight": torch.zeros(2)}
 
 

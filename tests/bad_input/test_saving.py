@@ -16,8 +16,6 @@ from nxd_ckpt import Partition, Topology, errors, load_checkpoint, save_checkpoi
 from tests.bad_input.live import files_below, jobs
 from tests.bad_input.refused import TAGS, Settings
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def refuse(directory: Path, tag: Any, error: type[Exception], match: str, **arguments: Any) -> None:
     """A save raises, leaves no trace below or beside the directory, and changes nothing live."""

@@ -27,7 +27,7 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import files_below
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain]
+pytestmark = pytest.mark.both
 
 Mode = Callable[[], AbstractContextManager[Any]]
 CPU = torch.device("cpu")

@@ -33,8 +33,6 @@ from tests.protocol.job import until
 from tests.support.damage import flip
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MIB = 2**20
 SHAPES: dict[str, tuple[int, ...]] = {
     "large": (9 * MIB // 4,),  # three pieces, the last of 1 MiB

@@ -8,8 +8,6 @@ from tools.bench.results import SAVE, STALL, WARM, Results, Row, ratios, spread
 from tools.bench.scenarios import SCENARIOS
 from tools.bench.targets import TARGETS, Target, judge
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 HERE = "W1 cpu 1p"
 
 

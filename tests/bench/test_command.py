@@ -43,8 +43,6 @@ def rows(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["measure"], row["contestant"]): row for row in json.loads(file.read_text())["rows"]}
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_every_measure_of_a_scenario_has_a_round(tmp_path: Path) -> None:
     """Every measure of nxd_ckpt has one round, the files are written, and nothing is left in the directory."""
     work, out = tmp_path / "work", tmp_path / "out"
@@ -63,8 +61,6 @@ def test_every_measure_of_a_scenario_has_a_round(tmp_path: Path) -> None:
     assert "== W1 cpu 1p" in done.stdout
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are measured all the same, whichever peers this environment has."""
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
@@ -75,8 +71,6 @@ def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pyte
     assert {"safetensors": (0, "not installed"), "torch.save": (1, "")} == found
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_a_contestant_that_fails_is_a_row_and_a_failure(tmp_path: Path) -> None:
     """What it raised is in the table of a later report too, whose exit code tells that something was wrong."""
     row = {"scenario": "W1 cpu 1p", "measure": SAVE, "contestant": "torch.save", "missing": "OSError: disk on fire"}
@@ -86,8 +80,6 @@ def test_a_contestant_that_fails_is_a_row_and_a_failure(tmp_path: Path) -> None:
     assert "OSError: disk on fire" in done.stdout
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_a_quick_run_reports_ratios_only(tmp_path: Path) -> None:
     """Seconds of so few bytes mislead; what failed is named all the same."""
     about = {"scenario": "W1 cpu 1p", "measure": SAVE}
@@ -100,8 +92,6 @@ def test_a_quick_run_reports_ratios_only(tmp_path: Path) -> None:
     assert "W1 cpu 1p, x: OSError: no" in done.stdout
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_a_load_of_other_values_does_not_count(tmp_path: Path) -> None:
     """Speed is not measured of a contestant that does not bring back what it saved."""
 
@@ -123,8 +113,6 @@ def test_a_load_of_other_values_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.plain
-@pytest.mark.once
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     """Files are removed and ranks ended, whether the run is interrupted or told to end."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,8 +127,6 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         assert (128 + number, []) == (running.returncode, list(tmp_path.iterdir()))
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_too_little_room_is_said_before_anything_runs(tmp_path: Path) -> None:
     """With what is needed, what there is, and what to do."""
     done = bench(tmp_path, "--scale", "100000", "--only", "W2 cpu 1p")
@@ -149,8 +135,6 @@ def test_too_little_room_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert "use --scale" in done.stderr
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_an_earlier_run_is_reported_again(tmp_path: Path) -> None:
     """From its JSON, without running anything."""
     data = {
@@ -164,8 +148,6 @@ def test_an_earlier_run_is_reported_again(tmp_path: Path) -> None:
     assert "0.500 s" in done.stdout
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_scenarios_are_found_by_their_names(tmp_path: Path) -> None:
     """`--list` names what would run; a word that no name has is an error that names them all."""
     names = [scenario.name for scenario in SCENARIOS]

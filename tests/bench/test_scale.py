@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tools.bench.scale import many_ranks, mesh_ranks
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_a_commit_of_a_few_ranks_is_measured(tmp_path: Path) -> None:

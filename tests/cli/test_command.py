@@ -21,8 +21,6 @@ from tests.cli.conftest import Run
 from tests.support.processes import run_program
 from tests.support.terminal import Terminal
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 REPOSITORY = Path(__file__).parents[2]
 LOOKING = ["list", "inspect", "verify"]
 

@@ -9,9 +9,6 @@ import pytest
 
 from tests.cli.conftest import Run
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
 SECRET = "hunter2"
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from nxd_ckpt import Topology
 from tests.cli.conftest import Run
 from tests.interop.saving import save_as_every_rank
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_what_differs_is_shown(run: Run, copied: Path) -> None:

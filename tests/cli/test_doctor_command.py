@@ -13,8 +13,6 @@ from nxd_ckpt import save_checkpoint
 from nxd_ckpt.cli.main import main
 from tests.support.damage import flip
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,8 +16,6 @@ from tests.cli.checkpoints import CUTS, GLOBAL, PLACES, held, whole
 from tests.cli.conftest import Run
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def document(run: Run, *arguments: str | Path) -> dict[str, Any]:
     outcome = run("inspect", *arguments, "--json")

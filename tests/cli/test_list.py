@@ -15,8 +15,6 @@ import pytest
 from nxd_ckpt.coordination.control_files import trash_file
 from tests.cli.conftest import Run
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def bytes_below(tag: Path) -> int:
     """Of a tag's files, markers left out."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 
 from nxd_ckpt import Topology
 from nxd_ckpt.cli.text import group_names
 from tests.cli.conftest import Run
 from tests.interop.saving import save_as_every_rank
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_names_that_differ_in_numbers_are_one_line() -> None:

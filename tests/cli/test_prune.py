@@ -18,8 +18,6 @@ from tests.cli.conftest import Run
 from tests.protocol.states import visible_tags
 from tests.support.damage import flip
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def four(tmp_path: Path) -> Path:

@@ -12,8 +12,6 @@ from nxd_ckpt.cli.main import COMMANDS, parsers
 from tests.cli.reference import DOCUMENT, SHOWN, command_lines, rendered, steady
 from tests.docs.markdown import DOCS, headings
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
 def test_blocks_show_what_the_command_prints(page: Path) -> None:

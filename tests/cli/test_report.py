@@ -31,8 +31,6 @@ from tests.examine.runs import Run, ranks_of, save_ranks
 from tests.interop.saving import save_as_every_rank
 from tests.support.browser import content, printed, screenshot
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"layers.0.weight": torch.ones(4, 4)}
 EVIL = "</script><script>document.title=1</script><img src=x onerror='document.title=2'>\" style=\"a\u202e&{{ 7*1111 }}"
 

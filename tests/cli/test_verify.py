@@ -9,8 +9,6 @@ import pytest
 
 from tests.cli.conftest import Run
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
 def test_a_whole_tag_is_ok(run: Run, examples: Path, tag: str) -> None:

@@ -15,8 +15,6 @@ from nxd_ckpt.cli import directory_commands
 from nxd_ckpt.cli.main import main
 from tests.cli.conftest import Run
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def _save_as(directory: Path, tag: str, rank: int) -> None:
     """One rank's part of a save of two, in the background."""

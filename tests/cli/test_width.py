@@ -10,8 +10,6 @@ import pytest
 from tests.cli.conftest import Run
 from tests.golden.checkpoints import saved
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_every_command_fits_80_columns(
     run: Run, examples: Path, golden: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -12,8 +12,6 @@ import torch
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.cli.main import main
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 RUN = """
 import sys
 class Absent:

@@ -18,8 +18,6 @@ from tests.hugging_face.saved import save_job, write_config
 from tests.real_disks.server import mounted_disk
 from tests.support.mounts import needs_mounts
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WRITERS = {
     "cp": ["cp", "{run}/zero1", "{out}"],
     "tag": ["convert", "{run}/zero1", "{out}", "--to", "tag", "--dp", "3"],

@@ -31,8 +31,6 @@ from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, fa
 from tests.core.documents import SHARD
 from tests.support import attempts
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 ATTEMPT, TAG = "run-2", "step_3"
 PUBLICATION = Staged(ATTEMPT, TAG)
 TP = Topology(tp=2)

@@ -20,8 +20,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.ranks import on_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = {"w": torch.ones(4)}
 
 

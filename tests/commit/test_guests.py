@@ -25,8 +25,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, MemoryStorage, Operation
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = {"w": torch.ones(4)}
 GUESTS = ("config.json", "tokenizer/vocab.txt", "tokenizer/deep/er.txt", "model/notes.md", "optim/mine.bin")
 

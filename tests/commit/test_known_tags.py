@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from nxd_ckpt import save_checkpoint
@@ -13,8 +12,6 @@ from nxd_ckpt.core.retention_rules import Every, Last
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_a_known_tag_is_looked_at_before_it_may_go(tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, MemoryStorage, Operation, failing, recording
 from tests.support.attempts import ATTEMPT, MODEL, TAG, TAKEN, TIME, manifest, session, whole, written
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_the_storage_chooses_the_way(disk: LocalStorage, store: MemoryStorage) -> None:
     """Staged where there are renames; a copy resumes what an earlier try brought."""

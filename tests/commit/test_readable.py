@@ -15,8 +15,6 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import SaveFailed
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 HALF = "\ud800"
 """Half a character, as the name of a file that was decoded carelessly has it: JSON takes it, and no reader of ours."""
 

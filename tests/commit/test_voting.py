@@ -19,8 +19,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, recording
 from tests.support.clock import Clock
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 ATTEMPT = "run-1"
 LONG = 600.0
 

@@ -20,8 +20,6 @@ from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import write_model
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 AT_MOST = 1.15
 """Of the bytes of the input."""
 

@@ -18,8 +18,6 @@ from nxd_ckpt.cli.main import main
 from tests.conversion.tags import optimizers, plainly, save_example, sharded, whole
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SCRIPT = Path(__file__).parents[2] / "tools" / "convert_zero_checkpoints.py"
 
 

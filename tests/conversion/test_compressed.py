@@ -30,8 +30,6 @@ from tests.conversion.tags import model, save_example
 from tests.support.processes import run_program
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".tar.zst": zstandard.ZstdCompressor(write_checksum=True).compress,
     ".tgz": gzip.compress,

@@ -23,8 +23,6 @@ from tests.golden.checkpoints import CONFIGURATIONS
 from tests.support.damage import flip
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 KILLED = """
 import sys
 from nxd_ckpt import copy_checkpoint

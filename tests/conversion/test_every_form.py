@@ -19,8 +19,6 @@ from tests.hugging_face.saved import differences, write_config
 from tests.migrate.layouts import LAYOUTS, PLAIN, options_of, untrained
 from tests.migrate.old_run import OldRun
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def _ours(folder: Path) -> Path:
     run = untrained(PLAIN)

@@ -17,8 +17,6 @@ from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from tests.golden.checkpoints import saved
 from tests.reshard.golden import TAG, GoldenModel
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 CONVERSIONS: dict[str, Callable[..., Any]] = {form: partial(convert, to=form) for form in ("tag", "files", "dcp")}
 
 

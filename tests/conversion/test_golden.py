@@ -13,8 +13,6 @@ from tests.conversion.tags import contents, optimizers, plainly, unsharded
 from tests.golden.checkpoints import saved
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SOURCES = {"pt": "a_dp2_zero1_pt", "xser": "b_dp2_zero1_xser"}
 ZERO1 = [
     "a_dp2_zero1_pt",

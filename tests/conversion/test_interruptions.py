@@ -22,7 +22,6 @@ from nxd_ckpt.testing.storage import MemoryStorage
 from tests.conversion.tags import contents, optimizers, plainly, remains, save_example, sharded, whole
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 @contextmanager
 def full_disk() -> Iterator[None]:

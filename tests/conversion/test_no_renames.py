@@ -15,8 +15,6 @@ import torch
 from nxd_ckpt import close_checkpointers, convert, load_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.errors import InvalidArgument, StorageError
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 CONVERSIONS = [partial(convert, to="files"), partial(convert, to="dcp")]
 
 

@@ -36,8 +36,6 @@ from tests.migrate.layouts import PLAIN, untrained
 from tests.support.damage import flip
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(
     ("suffix", "use_xser"), [(".tar", False), (".tar", True), (".tar.zst", True), (".tar.gz", False)]

@@ -20,8 +20,6 @@ from tests.hugging_face.saved import save_job, write_config
 from tests.support.processes import run_program, run_ranks
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 ROOT = Path(__file__).parents[2]
 
 MEMBER = """

@@ -23,8 +23,6 @@ from tests.conversion.tags import contents, save_example
 from tests.golden.checkpoints import saved
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 RANK_1 = "optim/dp_rank_01_tp_rank_00_pp_rank_00.pt"
 
 

@@ -31,8 +31,6 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 KILLED = """
 import os, sys
 

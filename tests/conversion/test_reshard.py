@@ -22,8 +22,6 @@ from tests.reshard.transformer import layout_of, weights_of
 from tests.reshard.whole import Layout, Weight, expected
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def stages_of(layout: Layout, weights: list[Weight]) -> list[list[str]]:
     """The names on each pipeline stage."""

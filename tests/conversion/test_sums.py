@@ -14,8 +14,6 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.migrate.layouts import LAYOUTS, options_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "hf": ({"optimizer": True, "size_per_shard": "1KB"}, "config.json"),
     "files": ({"unshard_strategy": "chunks", "size_per_shard": "1KB"}, "model/index.json"),

@@ -15,8 +15,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, copy, digest
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, failing
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 PIECE, BLOCK = 64, 24
 
 

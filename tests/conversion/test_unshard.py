@@ -25,8 +25,6 @@ from tests.reshard.strategies import Case, cases
 from tests.reshard.whole import OPTIONS
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 NAMES = list(SHAPES)
 STRATEGIES = {
     "one_file": UnshardStrategy.one_file(),

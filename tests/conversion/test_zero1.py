@@ -15,8 +15,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import contents, model, optimizers, plainly, save_example, sharded, whole
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("use_xser", [False, True], ids=["pt", "xser"])
 @pytest.mark.parametrize("full_between", [False, True], ids=["directly", "over_full"])

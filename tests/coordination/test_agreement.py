@@ -14,8 +14,6 @@ from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from tests.support.clock import Clock
 from tests.support.ranks import on_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_rank_0_gathers_and_all_get_its_broadcast() -> None:
     """Rank 0 gets all values by rank, and all get rank 0's; time after time."""

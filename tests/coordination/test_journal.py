@@ -21,8 +21,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, recording
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 RUN, ATTEMPT, TAG = "run", "run-1", "tag"
 
 WITH_TWO_RENAMES = pytest.mark.parametrize("exchanges", [False], indirect=True)

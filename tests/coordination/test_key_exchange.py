@@ -12,8 +12,6 @@ from nxd_ckpt.coordination.agreement import Words
 from nxd_ckpt.coordination.rendezvous import KeyPair, job_secret
 from nxd_ckpt.errors import MalformedFile, PeerTimeout
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Recording:
     """A store that keeps all that was ever in it, as a stranger would who reads it from the beginning."""

@@ -28,8 +28,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from tests.protocol.job import Job
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def storage(tmp_path: Path) -> LocalStorage:

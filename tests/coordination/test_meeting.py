@@ -15,8 +15,6 @@ from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.coordination.rendezvous import Rendezvous
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LONG = 600.0
 
 

@@ -16,8 +16,6 @@ from nxd_ckpt.coordination import peers
 from nxd_ckpt.coordination.peers import ConnectionToRank0, Rank0Connections, _Lines
 from nxd_ckpt.storage.hosts.wire import NONCE
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SECRET = b"s" * 32
 
 

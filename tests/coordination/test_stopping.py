@@ -15,8 +15,6 @@ from nxd_ckpt.coordination.stopping import Stopping
 from nxd_ckpt.errors import PeerTimeout
 from tests.support.ranks import on_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LONG = 600.0
 
 

@@ -28,8 +28,6 @@ from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, fa
 from tests.conversion.tags import save_example
 from tests.support.attempts import ATTEMPT, MODEL, TAG, TAKEN, TIME, session, whole, written
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 OTHER = MODEL.replace("tp_rank_00", "tp_rank_01")
 
 

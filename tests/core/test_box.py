@@ -11,8 +11,6 @@ from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.errors import InvalidArgument
 from tests.core.cuts import numbered, part_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SHAPE = (3, 4, 2)
 
 

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from nxd_ckpt.core import document
 from nxd_ckpt.errors import MalformedFile
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

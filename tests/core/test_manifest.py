@@ -29,7 +29,6 @@ from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.errors import MalformedFile
 from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS, SPECS, STEP, as_before, sealed
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 @pytest.mark.parametrize("index", [INDEX, LEADERS_INDEX])
 def test_an_index_is_read_back(index: RankIndex) -> None:

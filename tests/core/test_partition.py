@@ -14,8 +14,6 @@ from nxd_ckpt.core.partition import Partition, Piece, Section, blocks_in, zero1_
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from tests.core.cuts import Array, Job, two_fused_jobs, two_jobs
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def along(pieces: Sequence[Piece] | None, dim: int = 0) -> list[int]:
     """Indices of the whole tensor along ``dim``, in the order in which the rank holds them."""

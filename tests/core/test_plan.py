@@ -12,8 +12,6 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.reads import contiguous_runs
 from tests.core.cuts import numbered, part_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @st.composite
 def boxes_in_tensors(draw: st.DrawFn) -> tuple[Box, tuple[int, ...]]:

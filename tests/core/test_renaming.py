@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.name_patterns import Ignored, Renaming, unmatched
 from nxd_ckpt.errors import InvalidArgument
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map("/".join)
 GLOBS = st.text("ab*?/[]!", min_size=1, max_size=5)

@@ -13,8 +13,6 @@ from nxd_ckpt.core.reads import Cut, CutIndex, Read, holders, plan_reads
 from nxd_ckpt.errors import IncompatibleState
 from tests.core.cuts import PADDING, Array, Job, part_of, two_fused_jobs, two_jobs
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 BOTH = two_jobs() | two_fused_jobs()
 slow_machine = settings(deadline=None, max_examples=60)
 

@@ -10,8 +10,6 @@ from nxd_ckpt.core.reads import Cut
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.reshard.resharding import derived, rescaled, respecified
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def spec(*shape: int, **partition: object) -> ParameterSpec:
     return ParameterSpec("float32", shape, Partition(**partition))  # type: ignore[arg-type]

@@ -28,8 +28,6 @@ from nxd_ckpt.options.checkpointer_options import RetentionOptions
 from nxd_ckpt.saving.options import SaveOptions
 from tests.core.tag_infos import TAGS
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 RULES: st.SearchStrategy[Rule] = st.one_of(
     st.builds(Last, st.integers(1, 4)),
     st.builds(Every, st.integers(1, 4)),

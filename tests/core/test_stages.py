@@ -7,8 +7,6 @@ import pytest
 from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LAYERS = [f"model.layers.{number}.{part}" for number in range(5) for part in ("attention.0.weight", "norm.weight")]
 NAMES = ["embed.weight", *LAYERS, "norm.weight", "head.weight"]
 

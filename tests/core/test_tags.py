@@ -20,8 +20,6 @@ from nxd_ckpt.core.tags import (
 from nxd_ckpt.errors import InvalidTag
 from tests.core.tag_infos import TAGS
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("tag", ["step_300", "3", "epoch=2,loss=0.1", "ä", "a b", "[1]", "x" * 255])
 def test_plain_names_are_tags(tag: str) -> None:

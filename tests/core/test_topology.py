@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from nxd_ckpt.core.topology import Coordinates, Topology, topology_from_groups
 from nxd_ckpt.errors import InvalidArgument
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:

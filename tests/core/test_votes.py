@@ -13,8 +13,6 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote, dump, judge, load_verdict, load_vote, tp_groups_that_differ
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TOPOLOGY = Topology(dp=4, tp=2, ep=2)
 PLAN = {"tag": "step_3", "topology": TOPOLOGY.describe(), "model": True}
 

@@ -17,14 +17,10 @@ from tests.device import neuron_device
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 
-pytestmark = [
-    pytest.mark.plain,
-    pytest.mark.once,
-    pytest.mark.skipif(
-        not neuron_device.can_be_built(),
-        reason="NO DEVICE BUT THE CPU IS TESTED: g++, which builds one that stands for neuron, is not installed",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not neuron_device.can_be_built(),
+    reason="NO DEVICE BUT THE CPU IS TESTED: g++, which builds one that stands for neuron, is not installed",
+)
 
 MIB = 2**20
 

@@ -90,8 +90,6 @@ def documented() -> str:
     return text[text.index("\n", begin) + 1 : text.index("```", begin)]
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_all_is_well_on_the_cpu(selftest: SelfTests, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks; the page is that of the documentation. The report has what a maintainer asks for, and no secret."""
     monkeypatch.setenv("NEURON_TOKEN", "hidden-value")
@@ -106,8 +104,6 @@ def test_all_is_well_on_the_cpu(selftest: SelfTests, monkeypatch: pytest.MonkeyP
     assert "hidden-value" not in json.dumps(outcome.document)
 
 
-@pytest.mark.plain
-@pytest.mark.once
 @pytest.mark.skipif(
     not neuron_device.can_be_built(), reason="g++, which builds the device that stands for neuron, is not installed"
 )
@@ -146,8 +142,6 @@ def broken() -> None:
     selftest._raw_write = raw_write
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_what_fails_is_named(selftest: SelfTests, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other checks go on, also where a rank has died; the report has what it printed."""
     monkeypatch.setattr(selftest_module, "_GRACE", 0.1)
@@ -162,8 +156,6 @@ def test_what_fails_is_named(selftest: SelfTests, monkeypatch: pytest.MonkeyPatc
     assert " checks failed (" in " ".join(outcome.printed.split())
 
 
-@pytest.mark.plain
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("arguments", "directory", "reason"),
     [
@@ -185,8 +177,6 @@ def test_what_cannot_be_tested_is_said(selftest: SelfTests, arguments: list[str]
     assert (2, [], {}) == (outcome.code, outcome.left, outcome.document)
 
 
-@pytest.mark.plain
-@pytest.mark.once
 @needs_mounts()
 @pytest.mark.parametrize(("option", "reason"), [("ro", "Read-only file system"), ("size=4m", "4.0 MiB are free")])
 def test_a_mount_that_takes_nothing_is_refused(selftest: SelfTests, option: str, reason: str) -> None:
@@ -200,8 +190,6 @@ def test_a_mount_that_takes_nothing_is_refused(selftest: SelfTests, option: str,
         subprocess.run(["umount", str(selftest.directory)], check=True)
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_xla_without_torch_xla_is_refused(selftest: SelfTests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest_module, "find_spec", lambda name: None)
     outcome = selftest("--device", "xla")
@@ -209,8 +197,6 @@ def test_xla_without_torch_xla_is_refused(selftest: SelfTests, monkeypatch: pyte
     assert 2 == outcome.code
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_one_rank_of_torchrun_is_too_few(selftest: SelfTests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -224,8 +210,6 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.plain
-@pytest.mark.once
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_ranks_and_removes_all(tmp_path: Path, number: signal.Signals) -> None:
     """With the exit code of the signal."""
@@ -246,8 +230,6 @@ def test_ctrl_c_ends_the_ranks_and_removes_all(tmp_path: Path, number: signal.Si
     assert [] == list(tmp_path.iterdir())
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_a_failure_of_its_own_comes_before_one_of_another_rank() -> None:
     """The first rank with a traceback is named, though another reported that it was left alone."""
     left = CheckResult("tp", "failed", "rank 1 ended it before")
@@ -256,8 +238,6 @@ def test_a_failure_of_its_own_comes_before_one_of_another_rank() -> None:
     assert "rank 0: rank 1 ended it before" == merged([left, left]).detail
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_a_page_fits_whatever_is_in_it() -> None:
     """Lines break at spaces; what has none stays in one piece."""
     path = "/" + "x" * 100
@@ -267,8 +247,6 @@ def test_a_page_fits_whatever_is_in_it() -> None:
     assert {path} == {line.strip() for line in lines if len(line) > 80}
 
 
-@pytest.mark.plain
-@pytest.mark.once
 def test_a_report_holds_no_secret() -> None:
     """Names that may hide one are there, their values are not; what has nothing to do with the device is left out."""
     found = safe_environment(

@@ -25,8 +25,6 @@ from nxd_ckpt.tag.directory import list_tags
 from tests.docs.markdown import REPOSITORY, code_blocks, tables
 from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 PAGE = REPOSITORY / "docs" / "coming-from.md"
 SYSTEMS = ["neuronx-distributed", "OLMo-core", "Composer", "ColossalAI", "torch.distributed.checkpoint"]
 

@@ -10,8 +10,6 @@ import pytest
 from tests.docs.markdown import DOCS, tables
 from tools.old_sources import old_cells
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TABLES = tables(DOCS / "compare.md")
 QUESTIONS = [heading for heading in TABLES if heading.endswith("?")]
 LIBRARIES = [

@@ -13,8 +13,6 @@ from nxd_ckpt import Checkpointer
 from tests.docs.markdown import DOCS, code_blocks
 from tests.support.processes import run_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On four ranks, then on two."""

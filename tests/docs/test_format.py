@@ -22,8 +22,6 @@ from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import DOCS, FORMAT, code_blocks, tables, unquoted
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TABLES = {**tables(FORMAT), **tables(DOCS / "directory.md"), **tables(DOCS / "protocol.md")}
 CUT = Partition(partition_dim=1, partition_stride=2, num_partitions=2, rank_ordering=(1, 0), expert=True, known=False)
 

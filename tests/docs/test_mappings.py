@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.hugging_face.sizes import CONFIG_KEYS
 from tests.docs.markdown import DOCS, code_blocks, headings, tables, unquoted
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 PAGE = DOCS / "mappings.md"
 SHIPPED = sorted((DOCS.parent / "nxd_ckpt" / "mappings").glob("*.json"))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.docs.markdown import DOCS, prose, tables
 from tests.docs.options import ALIASES, DOCUMENTS, rendered
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_tables_are_what_functions_take() -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from tests.docs.markdown import REPOSITORY, anchors, code_blocks, headings, links, tables
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 DECISIONS = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))

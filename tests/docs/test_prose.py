@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tools import prose
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def test_words_are_seen_in_pages_and_texts(tmp_path: Path) -> None:

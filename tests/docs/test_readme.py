@@ -18,8 +18,6 @@ from tests.cli.reference import MIGRATED
 from tests.docs.markdown import DOCS, README, REPOSITORY, code_blocks, tables, unquoted
 from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 _PRINTS = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 _IMPORTS = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
 _DISTRIBUTIONS = {

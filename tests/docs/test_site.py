@@ -16,8 +16,6 @@ from nxd_ckpt.cli.main import parsers
 from tests.docs.markdown import DOCS, REPOSITORY
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 _SPHINX = re.compile(r":(?:meth|class|func|mod|attr|exc|data|obj|ref):[`<]|::</p>")
 
 CONFIG = REPOSITORY / "mkdocs.yml"

@@ -22,7 +22,7 @@ import nxd_ckpt
 from nxd_ckpt.errors import CheckpointNotFound, InvalidTag, KeyMismatch, ShapeMismatch
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
+pytestmark = pytest.mark.usefixtures("nxd")
 
 
 @pytest.fixture

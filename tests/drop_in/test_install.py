@@ -22,7 +22,7 @@ from nxd_ckpt.errors import InvalidArgument
 from tests.drop_in.doubles import MODULES
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
+pytestmark = pytest.mark.usefixtures("nxd")
 
 FOUR = ("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint")
 PLACES = {

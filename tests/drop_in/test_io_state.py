@@ -14,7 +14,7 @@ import nxd_ckpt
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.local import LocalStorage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
+pytestmark = pytest.mark.usefixtures("nxd")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 import nxd_ckpt
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
+pytestmark = pytest.mark.usefixtures("nxd")
 
 
 @pytest.fixture(params=["install first", "import first"])

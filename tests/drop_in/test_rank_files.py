@@ -17,7 +17,7 @@ from tests.drop_in import ranks
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.usefixtures("nxd")]
+pytestmark = pytest.mark.usefixtures("nxd")
 
 FILE = "tp_rank_00_pp_rank_00/checkpoint.pt"
 

@@ -9,8 +9,6 @@ import pytest
 from nxd_ckpt import examine_checkpoint, open_checkpoint
 from tests.examine.runs import OPTIMIZERS, SCHEDULERS, Run, ranks_of, save_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def findings(directory: Path, before: str | None, after: str) -> list[str]:
     """What is found, in words."""

@@ -32,8 +32,6 @@ from tests.interop.saving import save_as_every_rank
 from tests.reshard.ranks import save_job
 from tests.reshard.transformer import layout_of, weights_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def save_one(directory: Path, tag: str, model: dict[str, torch.Tensor], **parts: Any) -> None:
     save_as_every_rank(directory, tag, [Topology()], lambda _: {"model": model, **parts})

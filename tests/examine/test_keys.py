@@ -29,8 +29,6 @@ from tests.golden.checkpoints import CONFIGURATIONS, saved
 from tests.interop.saving import save_as_every_rank
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 KNOWN = sorted(CUTS.keys() - {"lost"})
 
 

@@ -20,8 +20,6 @@ from nxd_ckpt.errors import PartLost
 from tests.examine.mutants import MUTANTS, STEPS, TOGETHER, Mutant
 from tests.examine.runs import Rank, Run, ranks_of, save_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Saved = tuple[Path, list[Rank], list[Rank]]
 
 

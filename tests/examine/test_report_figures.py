@@ -10,8 +10,6 @@ import pytest
 
 from nxd_ckpt.examine.report_page import Mark, Series, chart, rank_bars
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_a_line_has_axes_and_a_gap_where_nothing_is_known() -> None:
     """Places are percent of width and height; the last name is always on the axis."""

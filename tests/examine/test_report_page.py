@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from nxd_ckpt.examine.report_page import page_of
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 TAGS, TENSORS, RANKS = 600, 3000, 1024
 NAME = "model.layers.{}.<" + "a" * 100

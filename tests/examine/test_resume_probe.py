@@ -15,8 +15,6 @@ from tests.examine.runs import Run
 from tests.reshard.ranks import fresh, save_job
 from tests.reshard.transformer import layout_of, weights_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,8 +12,6 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.examine.report_document import timings
 from nxd_ckpt.examine.run_state import Restart, age_line, failure_line, last_restart, resume_line, unsound
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MINUTE = 60.0
 
 

@@ -11,8 +11,6 @@ import torch
 from nxd_ckpt import examine_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def save_twice(
     directory: Path, optimizer: type[torch.optim.Optimizer], contents: tuple[dict[str, Any], dict[str, Any]]

@@ -21,8 +21,6 @@ from tests.golden.checkpoints import CONFIGURATIONS, saved
 from tests.reshard.ranks import save_job
 from tests.reshard.transformer import layout_of, weights_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_numbers_are_those_of_numpy(tmp_path: Path) -> None:
     """Of tensors that are counted in several parts, with NaN and infinities, and of whole numbers."""

@@ -53,7 +53,7 @@ def test_a_run_that_is_killed_in_a_save_resumes_as_the_same_run(tmp_path: Path, 
     assert [] == list(work.glob("nxd_ckpt_demo_*"))
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_a_tensor_that_differs_in_one_bit_is_found(compare: ModuleType, tmp_path: Path) -> None:
     """The last checkpoints are compared by value and dtype, tensor by tensor."""
     first = {"a": torch.ones(3), "b": torch.zeros(2), "c": torch.ones(2)}
@@ -67,7 +67,7 @@ def test_a_tensor_that_differs_in_one_bit_is_found(compare: ModuleType, tmp_path
     assert expected == compare.tensors_that_differ(*opened)
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_other_sizes_must_give_the_same_tensors_and_losses(compare: ModuleType) -> None:
     """One tensor, or one loss beyond the tolerance, and the demo says that the crossing failed."""
     report = import_module("demo").report_crossing
@@ -79,7 +79,7 @@ def test_other_sizes_must_give_the_same_tensors_and_losses(compare: ModuleType) 
     assert [True, False, False, False] == found
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_parameters_of_fsdp2_are_the_master_weights(
     compare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -123,7 +123,7 @@ def save_step(directory: str, step: int) -> None:
         checkpointer.save(f"step_{step}", {"weight": torch.ones(1)})
 
 
-@pytest.mark.plain
+@pytest.mark.both
 @pytest.mark.parametrize("script", ["train_llama.py", "llama.py", "llama_training.py", "parallel_layers.py"])
 def test_the_training_script_knows_nothing_of_emulation(script: str) -> None:
     """It imports what exists on Trainium too: the emulation is around it, not in it."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 import nxd_ckpt
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EMBED, NORM, DOWN, HEAD = "embed.weight", "layers.0.mlp_norm.weight", "layers.0.mlp.down.weight", "head.weight"
 ORDER = [EMBED, DOWN, NORM]

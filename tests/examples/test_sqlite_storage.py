@@ -15,8 +15,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.contract import StorageContract
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

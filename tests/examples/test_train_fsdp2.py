@@ -11,8 +11,6 @@ import torch
 from examples.train_fsdp2 import Block
 from tests.support.processes import run_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_fsdp2.py"
 
 

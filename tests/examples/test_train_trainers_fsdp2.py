@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt.emulation.launcher import free_ports
 from nxd_ckpt.tag.verify import verify_checkpoint
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 ROOT = Path(__file__).parents[2]
 

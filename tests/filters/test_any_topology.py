@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +16,6 @@ from tests.reshard.ranks import fresh, load_rank, save_job
 from tests.reshard.strategies import Case, cases
 from tests.reshard.whole import Layout, Weight, expected, part
 from tests.tag.equality import difference
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 @dataclass(frozen=True)

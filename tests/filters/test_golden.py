@@ -12,8 +12,6 @@ from nxd_ckpt import load_checkpoint
 from tests.golden.checkpoints import Saved
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(
     "name", ["a_dp2_zero1_pt", "h_tp2_pp2_zero1_xser", "i_dp4_ep2_zero1_pt", "l_dp2_zero1_dcp_async"]

@@ -15,8 +15,6 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadOptions
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 NAMES = ["model/a", "model/b", "optim/a/exp_avg", "scheduler", "user_content/steps"]
 
 

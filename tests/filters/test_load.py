@@ -19,8 +19,6 @@ from tests.filters.named import Named, averages, stepped
 from tests.live.doubles import ShardedOptimizer
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SAVED = {"a.weight": 1.0, "b.weight": 2.0, "c.weight": 3.0}
 
 

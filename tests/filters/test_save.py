@@ -13,8 +13,6 @@ from nxd_ckpt.core.tags import filled_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, InvalidTag, PartNotFound, SaveFailed
 from nxd_ckpt.saving.options import understood
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_weights_only_saves_the_model_and_nothing_else(tmp_path: Path) -> None:
     """The tag says so by its parts; loading more than that is refused by name."""

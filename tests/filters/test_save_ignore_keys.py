@@ -16,8 +16,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.interop.saving import save_as_every_rank
 from tests.live.doubles import ShardedOptimizer
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def net(value: float) -> torch.nn.ModuleDict:
     model = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 2)})

@@ -15,8 +15,6 @@ from nxd_ckpt.errors import OptimizerMismatch
 from tests.filters.named import Named
 from tests.live.doubles import ShardedOptimizer
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SAVED = {"a.weight": 1.0, "b.weight": 2.0}
 LIVE = dict.fromkeys(SAVED, 77.0)
 

@@ -15,8 +15,6 @@ from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import OptimizerMismatch
 from tests.filters.named import Named, averages, stepped
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

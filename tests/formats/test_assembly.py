@@ -19,8 +19,6 @@ from nxd_ckpt.formats.tensors import (
 )
 from tests.formats.assemblies import BEFORE, Files, cases, index, read_leaf
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @given(cases(), st.sampled_from([4, 16, 64, 2**20]), st.sampled_from([0, 8, 2**14]))
 def test_every_element_comes_from_its_part(

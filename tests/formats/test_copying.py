@@ -7,8 +7,6 @@ import torch
 
 from nxd_ckpt.formats.memory import copy_values
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(
     ("shape", "saved", "wanted"),

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from nxd_ckpt.formats import crc32 as module
 from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine, combine_blocks, crc32, zeros
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_a_crc_of_two_parts_is_combined_from_theirs(a: bytes, b: bytes) -> None:

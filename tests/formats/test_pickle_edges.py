@@ -28,8 +28,6 @@ from tests.formats.helpers import comparable, loaded, pread_of, rendered, saved
 from tests.formats.pickles import EMPTY_STORAGE, called, named, text
 from tests.hostile.findings import LONG, number
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SPAN = StorageSpan("data/0", 100, 4, None)
 REFERENCE = named("torch_xla.utils.serialization", "TensorReference")
 V1, V2, V3 = (named("torch._utils", name) for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"))

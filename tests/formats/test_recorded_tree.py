@@ -19,8 +19,6 @@ from nxd_ckpt.formats.recorded_tree import recorded, tree_of
 from nxd_ckpt.formats.strides import Stride, note, stride_of, with_note
 from nxd_ckpt.formats.tensors import TensorReference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 KEYS = st.one_of(st.text(max_size=5), st.integers(-5, 5), st.booleans(), st.none(), st.tuples(st.integers(0, 3)))
 VALUES = st.one_of(
     st.none(),

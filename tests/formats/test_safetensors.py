@@ -19,8 +19,6 @@ from nxd_ckpt.formats.safetensors import DIGESTS, Header, TensorForm, lay_out, r
 from nxd_ckpt.formats.tensors import dtype_name, itemsize
 from tests.formats.helpers import rendered, tensors, tight_bytes
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 States = dict[str, torch.Tensor]
 UNKNOWN = (torch.complex128,)
 """Dtypes that the format does not have."""

@@ -26,7 +26,7 @@ from nxd_ckpt.formats.tensors import (
 )
 from tests.formats.helpers import DTYPES
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 @pytest.mark.parametrize("name", NBYTES)

@@ -32,7 +32,7 @@ from tests.formats.helpers import (
     trees,
 )
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 @given(trees())

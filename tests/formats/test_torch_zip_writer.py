@@ -25,7 +25,7 @@ from nxd_ckpt.formats.torch_zip import read_directory, read_tree
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from tests.formats.helpers import comparable, literals_of, loaded, pread_into_of, pread_of, rendered, saved, trees
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 def pread_sparse(image: ZipImage) -> Callable[[int, int], bytes]:

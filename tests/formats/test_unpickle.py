@@ -34,7 +34,7 @@ from nxd_ckpt.formats.unpickle import unpickle
 from tests.formats.helpers import comparable, loaded, pread_into_of, pread_of, rendered, saved, torch_file
 from tests.formats.pickles import EMPTY_STORAGE, called, named, stacked, text
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 EXECUTED: list[str] = []
 

@@ -13,7 +13,7 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.xser import balance, info, normalise, split
 from tests.formats.helpers import comparable, loaded, rendered
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 def test_split_numbers_every_tensor_depth_first() -> None:

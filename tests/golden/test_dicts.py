@@ -15,8 +15,6 @@ from nxd_ckpt.errors import PartNotFound
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LEFT_OUT = "f_dp2_tp2_bf16_master_avoid_lp_xser"
 """Its model files refer to tensors that were never written."""
 

@@ -11,8 +11,6 @@ from nxd_ckpt import Checkpointer, load_checkpoint, open_checkpoint
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("flag", ["1", "0", "null", "True"])
 def test_a_tag_with_a_flag_that_is_no_bool(golden_of_flags: Path, flag: str) -> None:

@@ -14,7 +14,7 @@ from tests.golden.checkpoints import groups_like, module_like, saved, sharded
 from tests.live.doubles import ExpertShardedOptimizer
 from tests.tag.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 SHARDED = [
     "a_dp2_zero1_pt",

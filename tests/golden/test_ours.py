@@ -15,7 +15,7 @@ from nxd_ckpt.tag.verify import lost_files, lost_names, verify_checkpoint
 from tests.golden.write_ours import SETUPS
 from tests.tag.equality import difference
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 UNTRAINED = ("frozen", "seen", "head")
 """A frozen parameter, a buffer, and a second name of ``embed``."""

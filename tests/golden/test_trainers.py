@@ -22,8 +22,6 @@ from tests.tag.equality import difference
 _NUMBERS = (0, 2, 1, 3)
 """Of the parameters in the optimizer: that of transformers' has the weights before the biases."""
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def saved(golden_of_trainers: Path, tmp_path: Path) -> Path:

@@ -15,8 +15,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.golden.checkpoints import saved
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TAG = "pretrained_weight"
 FIRST = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
 

@@ -16,8 +16,6 @@ from tests.golden.checkpoints import Saved, saved
 from tests.interop.saving import save_as_every_rank
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 FORMS = ["a_dp2_zero1_pt", "b_dp2_zero1_xser"]
 
 

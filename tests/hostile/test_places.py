@@ -23,8 +23,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hostile.places import KINDS, model
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 NAME = "dp_rank_00_tp_rank_00_pp_rank_00"
 OF_THE_JOB = ["", "/journal.json", "/lease.json", "/staging", "/trash"]
 OF_THE_DIRECTORY = [f".nxd_ckpt{place}" for place in OF_THE_JOB] + ["newest"]

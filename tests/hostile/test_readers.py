@@ -12,8 +12,6 @@ from tests.hostile.fuzzing import in_silence, trouble, troubles
 from tests.hostile.targets import TARGETS
 from tests.hostile.worst import WORST
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_files_are_read_or_refused(name: str) -> None:

@@ -27,8 +27,6 @@ from tests.formats.helpers import comparable, loaded, pread_of, saved, torch_fil
 from tests.hostile.budget import within_budget
 from tests.hostile.findings import HOSTILE, SAFETENSORS, number
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_pickle_that_asks_for_much_is_refused(hostile: bytes) -> None:

@@ -18,8 +18,6 @@ from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
 from tests.support.processes import Program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 GOLDEN = {
     "a_dp2_zero1_pt": Topology(dp=2),
     "b_dp2_zero1_xser": Topology(dp=2),

@@ -11,8 +11,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.contract import StorageContract
 from tests.hosts.views import World
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class TestHosts(StorageContract):
     """As rank 0's host sees them, another one, and another one with replicas."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nxd_ckpt import Checkpointer, Tier
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -14,8 +12,6 @@ from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, state, tier
 from tests.protocol.job import Job
 from tests.support.damage import flip
 from tests.support.logged import logged
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 MODEL = "step_1/model/dp_rank_00_tp_rank_{:02d}_pp_rank_00.pt"
 

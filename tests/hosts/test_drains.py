@@ -23,8 +23,6 @@ from tests.hosts.jobs import RANKS, TIMEOUT, of, state, tier
 from tests.protocol.job import Died, Job, until
 from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 NUMBERS = 5 * 2**19
 """Of each rank's model: 10 MiB, which are copied in two pieces."""
 MODEL = 4 * NUMBERS

@@ -14,8 +14,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, save, state, there, tier
 from tests.protocol.job import Job, until
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def save_and_load(rank: int, path: Path, ranks_per_host: int) -> list[Any]:
     tiers = [tier(path, rank, ranks_per_host)]

@@ -21,8 +21,6 @@ from nxd_ckpt.storage.hosts.wire import Channel, address_of
 from tests.hosts.views import SECRET, World
 from tests.protocol.job import until
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SHORT = 0.5
 """Seconds that a host may be silent, where it is to be silent."""
 

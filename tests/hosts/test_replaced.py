@@ -15,8 +15,6 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, state, tier
 from tests.protocol.job import Job
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 NUMBERS = 3 * 2**19
 """Of each rank's model: 6 MiB. Files of up to 4 MiB are read once more, to verify them as a whole."""
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import pytest
-
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.coordination.control_files import FETCHED
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
@@ -19,8 +17,6 @@ from nxd_ckpt.tiers.hosts import Fetch, missing_copies
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, of, save, state, tier
 from tests.hosts.views import World
 from tests.protocol.job import Job, until
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 TAGS = ("step_1", "step_2")
 

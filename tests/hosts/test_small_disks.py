@@ -17,7 +17,7 @@ from tests.protocol.job import Job
 from tests.support.full_disks import FULL, PAGE, inodes_left, pages_left
 from tests.support.mounts import needs_mounts
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts()]
+pytestmark = needs_mounts()
 
 NUMBERS = 300 * 256
 """Of a model of 300 KiB."""

@@ -17,8 +17,6 @@ from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from tests.hosts.views import World
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Make = Callable[..., World]
 
 

@@ -26,8 +26,6 @@ from tests.hugging_face.saved import (
 from tests.support.processes import run_file
 from tools.checkpoint_converter import main
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(heads=8), tp=4, pp=2, qkv="linear", copies=2)
 HEADS = ("--kv_size_multiplier", "2", "--hw_backend", "trn1")
 

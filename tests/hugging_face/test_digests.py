@@ -32,8 +32,6 @@ from nxd_ckpt.formats.safetensors import DIGESTS
 from nxd_ckpt.verify import verify_checkpoint
 from tests.hugging_face.saved import live
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 State = dict[str, torch.Tensor]
 
 

@@ -34,8 +34,6 @@ from tests.formats.assemblies import read_leaf
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, write_config, write_model
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def is_hugging_face(storage: LocalStorage) -> bool:
     """True if a load finds a model in Hugging Face's form."""

@@ -12,7 +12,7 @@ import pytest
 from tools.bench.convert import MIB, run
 from tools.bench.experts import CONFIG, EXPERTS, MAKE
 
-pytestmark = [pytest.mark.plain, pytest.mark.soak]
+pytestmark = [pytest.mark.both, pytest.mark.soak]
 
 GROWTH = """
 import resource, sys

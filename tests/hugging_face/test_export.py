@@ -20,8 +20,6 @@ from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, export, save_job, use_small_waves, weights, write_as_nxd, write_config
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOBS = {
     "Llama, one rank": Job(Model()),
     "Llama, q k v apart": Job(Model(kv_heads=4, bias=True), tp=4, pp=2),

@@ -11,8 +11,6 @@ from nxd_ckpt.cli.main import main
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(heads=8), tp=4, qkv="fused", copies=2, hardware="trn2")
 
 

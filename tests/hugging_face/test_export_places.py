@@ -19,8 +19,6 @@ from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_config
 from tests.support.processes import run_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 
 MEMBER = """

@@ -29,8 +29,6 @@ from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_config, write_files
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 BLOCK = 16
 
 

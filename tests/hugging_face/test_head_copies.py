@@ -16,8 +16,6 @@ from tests.hugging_face import saved
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TRN2 = Job(Model(heads=8), tp=4, qkv="fused", copies=2, hardware="trn2")
 CONVERTED = replace(TRN2, converted=True)
 BY_CONVERTER = "are in the order of NxD's converter for trn2"

@@ -32,8 +32,6 @@ from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, local_state, ranks_of, write_config, write_files, write_model
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOBS = {
     "Llama, one rank": Job(Model()),
     "Llama, q k v apart": Job(Model(kv_heads=4, bias=True), tp=4, pp=2),

@@ -24,8 +24,6 @@ from nxd_ckpt.hugging_face.sizes import Sizes
 from tests.hugging_face.families import CASES, FAMILIES, SIZES, random_model
 from tests.hugging_face.saved import differences
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def written(path: Path, name: str, **config: Any) -> Any:
     """The directory of a random model, whose config.json is then changed; the model."""

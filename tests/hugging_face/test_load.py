@@ -32,8 +32,6 @@ from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, local_state, ranks_of, write_files, write_model
 from tests.support.rank_pool import RankPool, WorkerError
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 
 

@@ -15,8 +15,6 @@ from tests.hugging_face import saved
 from tests.hugging_face.reference import Model, State
 from tests.hugging_face.saved import weights, write_config
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = Model(layers=1, intermediate=8, vocab=64)
 HIDDEN, VOCAB = MODEL.hidden, MODEL.vocab
 

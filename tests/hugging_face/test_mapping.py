@@ -16,8 +16,6 @@ from nxd_ckpt.hugging_face.sizes import Sizes
 from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model, State
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def sizes_of(job: Job) -> Sizes:
     return Sizes(job.model.config, job.copies, job.hardware)

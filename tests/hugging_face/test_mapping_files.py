@@ -14,8 +14,6 @@ from nxd_ckpt.hugging_face.mapping import load_mapping
 from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.hugging_face.sizes import Sizes
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 RULE = {"nxd": "block.{layer}.w", "hf": "h.{layer}.w", "dim": 0}
 
 

@@ -15,8 +15,6 @@ from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, local_state, weights
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 MASTERS: State = {name: tensor / 7 for name, tensor in JOB.model.state().items()}
 MODEL: State = {name: tensor.bfloat16() for name, tensor in MASTERS.items()}

@@ -23,8 +23,6 @@ from transformers import (
 from nxd_ckpt import convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import KeyMismatch
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 16,

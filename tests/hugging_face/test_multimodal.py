@@ -20,8 +20,6 @@ from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, weights
 from tests.migrate.dcp_directory import from_dcp
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 VISION: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4,

@@ -27,8 +27,6 @@ from tests.hugging_face.saved import differences, save_job, use_small_waves, wei
 from tests.hugging_face.trained import document, expected_document, expected_tensors, save_trained, tensors
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 COPIES = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 JOBS: dict[str, tuple[Job, int]] = {
     "Llama, one rank": (Job(Model()), 1),

@@ -20,8 +20,6 @@ from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_config, write_files
 from tests.migrate.dcp_directory import from_dcp
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 CONFIG: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,

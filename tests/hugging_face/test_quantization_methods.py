@@ -13,8 +13,6 @@ from nxd_ckpt.errors import UnsupportedState
 from tests.hugging_face.reference import Model, State
 from tests.hugging_face.saved import write_config, write_files
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = Model(layers=1, heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=16)
 Q = "model.layers.0.self_attn.q_proj"
 

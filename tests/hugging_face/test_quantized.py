@@ -19,8 +19,6 @@ from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, live, weights, write_files
 from tests.migrate.dcp_directory import from_dcp
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 EXPERTS, HIDDEN, WIDE, LAYERS = 2, 64, 32, 1
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": LAYERS, "head_dim": 8,

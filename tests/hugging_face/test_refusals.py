@@ -25,8 +25,6 @@ from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_as_nxd, write_config
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 
 HEADS, HEADS_6 = ({"num_attention_heads": heads, "head_dim": 2} for heads in (9, 6))

@@ -16,8 +16,6 @@ from tests.hugging_face.families import CASES, FAMILIES, random_model
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, save_job, weights
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 BIASES = {"bias": "attention_bias", "mlp_bias": "mlp_bias"}
 
 

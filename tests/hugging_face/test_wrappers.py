@@ -14,8 +14,6 @@ from nxd_ckpt.errors import UnsupportedState
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, live, weights, write_as_nxd, write_config, write_files, write_model
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(), tp=2, fused_mlp=False)
 WRAPPED = {
     "data parallel": lambda name: f"module.{name}",

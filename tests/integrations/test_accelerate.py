@@ -24,8 +24,6 @@ from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").glob("*"))

@@ -11,7 +11,7 @@ from nxd_ckpt import open_checkpoint
 from tests.integrations import accelerate_run as runs
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run, transformers_ranks
 from tests.support.rank_pool import RankPool, WorkerError
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 Pools = dict[int, RankPool]
 """By world size."""

@@ -20,8 +20,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
 from tests.integrations.transformers_run import Background, Quick, trained, weights
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 of_transformers_5 = pytest.mark.skipif(
     not hasattr(transformers.TrainingArguments, "enable_jit_checkpoint"),
     reason="transformers saves at SIGTERM from 5 on",

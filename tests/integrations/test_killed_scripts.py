@@ -18,11 +18,7 @@ from tests.integrations.lightning_run import BATCHES, Module, every_epoch, fit
 from tests.integrations.transformers_run import Background, trained
 from tests.support.processes import run_program
 
-pytestmark = [
-    pytest.mark.plain,
-    pytest.mark.once,
-    pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric")
 
 
 def with_transformers(directory: Path, log: Path) -> None:

@@ -32,11 +32,7 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.lightning_run import BATCHES, Module, ResumableLoader, every_epoch, fit, weights
 
-pytestmark = [
-    pytest.mark.plain,
-    pytest.mark.once,
-    pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric")
 
 
 def tags(directory: Path) -> list[str]:

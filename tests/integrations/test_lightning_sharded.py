@@ -16,8 +16,6 @@ from tests.integrations import lightning_sharded_run as runs
 from tests.integrations.lightning_run import BATCHES, every_epoch, fit, weights
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LAST = "epoch=2-step=3.ckpt"
 """Of two ranks, which share an epoch's batches."""
 

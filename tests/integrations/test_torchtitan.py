@@ -26,9 +26,6 @@ from tests.integrations import titan
 from tests.support.processes import run_program
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
 RELEASES = ("0.3", "0.2.2")
 OLD = Path(sys.prefix, "torchtitan-0.2.2")
 

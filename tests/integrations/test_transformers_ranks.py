@@ -13,7 +13,7 @@ from tests.integrations import transformers_ranks as runs
 from tests.integrations.transformers_run import Tiny, TinyConfig
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

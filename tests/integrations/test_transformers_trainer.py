@@ -35,8 +35,6 @@ from tests.integrations.killed import in_a_process
 from tests.integrations.transformers_run import Background, Quick, Tiny, TinyConfig, losses, trained, weights
 from tests.support.damage import flip
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("checkpoint*"))

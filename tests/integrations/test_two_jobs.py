@@ -16,8 +16,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations import accelerate_run, transformers_run
 from tests.support.ranks import on_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TRAINERS = {
     "transformers": ("rng_state.pth", "trainer_state.json", "model.safetensors"),
     "accelerate": ("random_states_0.pkl", "scheduler.bin"),

@@ -15,8 +15,6 @@ from tests.interop.saving import save_as_every_rank
 from tests.live.doubles import ExpertShardedOptimizer
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WHOLE_TENSORS = ["a_dp2_zero1_pt", "e_dp2_tp2_bf16_master_pt", "i_dp4_ep2_zero1_pt", "s_tp2_stride2_nozero1_pt"]
 LEFT_OUT = "f_dp2_tp2_bf16_master_avoid_lp_xser"
 

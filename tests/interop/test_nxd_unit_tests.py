@@ -63,7 +63,7 @@ def is_one_of_nxds(tag: Path, *references: str) -> bool:
     return all(file.is_file() for file in files) and all((tag / f"{file}.tensors").is_dir() for file in references)
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_what_nxds_tests_expect_of_a_checkpoint_is_there(tmp_path: Path) -> None:
     """Saved before the first step: the optimizer's directory of tensors is there, and empty."""
     tag = save_and_load(tmp_path / "ckpts", "unittest", {})
@@ -72,7 +72,7 @@ def test_what_nxds_tests_expect_of_a_checkpoint_is_there(tmp_path: Path) -> None
     assert {} == unpickled(tag / OPTIMIZER)["base_state"]
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_the_optimizer_is_a_torch_dcp_directory(tmp_path: Path) -> None:
     """The optimizer in a torch DCP directory."""
     tag = save_and_load(tmp_path / "ckpts", "unittest_dcp", {"use_zero1_dcp": True}, use_zero1_dcp=True)
@@ -80,7 +80,7 @@ def test_the_optimizer_is_a_torch_dcp_directory(tmp_path: Path) -> None:
     assert [True, True] == [(tag / "optim" / file).is_file() for file in (".metadata", "__0_0.distcp")]
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_master_weights_stand_for_lower_precision_ones(tmp_path: Path) -> None:
     """Master weights stand for them: the model's directory of tensors is there, and empty."""
     left_out = {"avoid_saving_lower_precision_weights": True}
@@ -89,7 +89,7 @@ def test_master_weights_stand_for_lower_precision_ones(tmp_path: Path) -> None:
     assert [] == list((tag / f"{MODEL}.tensors").iterdir())
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_conversions_and_copies_make_empty_directories_too(tmp_path: Path) -> None:
     """Whatever writes a tag in xser files."""
     how = {"use_xser": True, "avoid_saving_lower_precision_weights": True}

@@ -15,8 +15,6 @@ from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch
 from tests.training.imitations import WithMasters
 from tests.training.registry import Inner, step
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def _made(seed: int) -> tuple[Any, Any]:
     torch.manual_seed(seed)

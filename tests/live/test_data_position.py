@@ -28,8 +28,6 @@ from nxd_ckpt.core.names import rank_content_file
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SAMPLES, BATCH = 96, 2
 CHANGES = [(4, 5), (3, 4), (8, 7), (8, 7)]
 """dp, and the steps until the next change: 288 samples in all, each of 96 three times; epochs end with a step."""

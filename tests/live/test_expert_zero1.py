@@ -14,7 +14,7 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from tests.live.doubles import ExpertShardedOptimizer, copied, plain, read
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 # dp 4 = 2 replicas of each expert x ep 2; seen from dp rank 3: expert replica 1, ep rank 1.
 TOPOLOGY = Topology(dp=4, ep=2, dp_rank=3)

@@ -14,8 +14,6 @@ from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Summed(torch.nn.Module):
     """Sums its weights when it is given its extra state, as a module that repacks them would."""

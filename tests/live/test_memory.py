@@ -14,8 +14,6 @@ from nxd_ckpt import Checkpointer, dcp, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError, UnsupportedState
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Net(torch.nn.Module):
     """A layer, a buffer, and an AdamW that has made a step, with a tensor learning rate."""

@@ -11,7 +11,7 @@ from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, Unsup
 from nxd_ckpt.live.named_models import open_model
 from tests.live.doubles import plain
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 class Net(torch.nn.Module):

@@ -16,8 +16,6 @@ from tests.hugging_face.saved import live, weights, write_config
 from tests.interop.saving import save_as_every_rank
 from tests.live.doubles import ShardedOptimizer
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Objects = dict[str, Any]
 
 

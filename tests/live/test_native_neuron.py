@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.processes import run_program
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 # What the native package does when it is imported, as far as others see it: the device is torch's own.
 NATIVE = """

@@ -13,7 +13,7 @@ from nxd_ckpt.live.environment import live_topology
 from tests.interop.saving import save_as_every_rank
 from tests.support.parallel_state import FakeParallelState, installed_parallel_state
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 TRN1 = [[0, 2, 4, 6], [1, 3, 5, 7]]
 

@@ -14,7 +14,7 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from tests.live.doubles import copied, plain, read
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 def _plain():

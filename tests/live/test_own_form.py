@@ -14,8 +14,6 @@ from nxd_ckpt.errors import OptimizerMismatch
 from tests.training.imitations import Chained, ChainedInList
 from tests.training.registry import Inner, step
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def _made(kind: Any, seed: int, rows: int = 6) -> tuple[Any, Any]:
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from tests.live.doubles import NxDWrapper, copied, plain, read
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 INPUT = torch.arange(6.0).reshape(2, 3) / 7
 

@@ -15,7 +15,7 @@ def _draw():
     return random.random(), random.gauss(0, 1), numpy.random.standard_normal(3).tolist(), torch.rand(3).tolist()
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_the_same_numbers_follow(tmp_path):
     """After a restore, through a safe load, every generator continues as it did after the capture."""
     _draw()  # a pending Gaussian is part of the state
@@ -25,7 +25,7 @@ def test_the_same_numbers_follow(tmp_path):
     assert expected == _draw()
 
 
-@pytest.mark.plain
+@pytest.mark.both
 def test_lists_in_place_of_tuples_are_accepted():
     """What a checkpoint's type rewriting makes of the state restores as well."""
     state = capture_random_state()

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nxd_ckpt.live.dtensor import traits_of
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 def test_a_strided_shard_is_no_plain_one() -> None:

@@ -15,8 +15,6 @@ from nxd_ckpt import load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.tag import side_by_side
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Model(torch.nn.Module):
     """Embedding and head; with ``tie`` one parameter."""

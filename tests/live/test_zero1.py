@@ -22,7 +22,7 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from tests.live.doubles import NxDWrapper, ShardedOptimizer, copied, plain, read
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 RANKS = (0, 1)
 GROUPS = [list(RANKS)]

@@ -37,8 +37,6 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Net(torch.nn.Module):
     """A model whose first weight has an odd number of rows."""

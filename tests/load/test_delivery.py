@@ -11,8 +11,6 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.loading.overwriting import Delivery
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MIB = 2**20
 
 

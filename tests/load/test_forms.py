@@ -18,8 +18,6 @@ from nxd_ckpt.errors import CheckpointError, IncompatibleState, MalformedFile, U
 from nxd_ckpt.verify import verify_checkpoint
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 NAME = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
 
 

@@ -19,8 +19,6 @@ from tests.bad_input.live import jobs, topologies
 from tests.interop.saving import save_as_every_rank
 from tests.support.damage import flip
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SHAPES = {"large": (3 * 2**20,), "small": (5,), "scalar": ()}
 
 

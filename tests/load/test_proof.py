@@ -17,8 +17,6 @@ from tests.examine.runs import Run
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, local_state, write_model
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

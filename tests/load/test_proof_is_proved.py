@@ -6,8 +6,6 @@ import pytest
 
 from tests.load.proof_edits import EDITS, NOTHING, PROOF, Edit, noticed, outcome
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 _JOBS = sorted({edit.job for edit in EDITS})
 
 

@@ -27,8 +27,6 @@ from nxd_ckpt.tag.reading import Leaf
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.ranks import on_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Leaves = list[tuple[str, Leaf]]
 
 

@@ -24,8 +24,6 @@ from tests.hugging_face.saved import live
 from tests.support.rank_pool import RankPool
 from tests.support.ranks import on_ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 DIFFER = (
     "the names in the checkpoint and in the model differ; missing from the checkpoint: '3.weight' (did you mean "
     "'2.weight'?); unexpected in the checkpoint: '2.weight' (did you mean '3.weight'?); if these were renamed, pass "

@@ -22,8 +22,6 @@ from tests.interop.saving import save_as_every_rank
 from tests.lora.adapters import ALPHA, RANK, adapters_of, adapters_of_rank
 from tests.lora.doubles import LoraConfig, LoraModel
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "separate": (4, {"tp": 2}),
     "linear": (2, {"tp": 4, "qkv": "linear", "copies": 2}),

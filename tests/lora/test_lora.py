@@ -24,8 +24,6 @@ from tests.hugging_face.sharded import CausalLM
 from tests.interop.saving import save_as_every_rank
 from tests.lora.doubles import LightningModule, LoraConfig, LoraModel, NxDModel
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TARGETS = ["q_proj", "down_proj"]
 
 

@@ -15,7 +15,7 @@ from tests.reshard.whole import Layout, expected
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),

@@ -29,8 +29,6 @@ from tests.support.damage import flip
 from tests.support.rank_pool import RankPool
 from tests.support.terminal import Terminal
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 AT_MOST = 1.15
 """Of the bytes that a rank holds."""
 

@@ -17,8 +17,6 @@ from tests.hugging_face.saved import differences, weights, write_model
 from tests.mesh import hugging_face
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = Model()
 
 

@@ -17,8 +17,6 @@ from nxd_ckpt import Checkpointer, examine_checkpoint, open_checkpoint
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 BATCH = 8
 STEPS = 10, 13
 

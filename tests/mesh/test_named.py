@@ -15,8 +15,6 @@ from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def two(name: str, seed: int) -> dict[str, Any]:
     """A sharded model of this kind with AdamW, and a copy that is not trained, with SGD."""

@@ -15,8 +15,6 @@ from tests.reshard.whole import expected
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(("on", "zero1"), [("dp2tp2", True), ("tp2pp2", False), ("dp2ep2tp2", True)])
 @pytest.mark.one_in(2)

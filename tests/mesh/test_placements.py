@@ -7,7 +7,6 @@ from itertools import product
 from math import prod
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +16,6 @@ from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 
 from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, Placement, Shard, WholeTensor
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 Case = tuple[tuple[int, ...], Layout]
 

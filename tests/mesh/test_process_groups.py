@@ -17,8 +17,6 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def made(half: int, shape: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     """The model of this half, 7 or 9 rows, its optimizer, and its process group."""

@@ -15,8 +15,6 @@ from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, RanksDisagree
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def local_of(parameter: Any) -> torch.Tensor:
     local: torch.Tensor = parameter.to_local()

@@ -25,8 +25,6 @@ from tests.mesh import jobs
 from tests.support.damage import flip
 from tests.support.rank_pool import RankPool, WorkerDied
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 AT_MOST = 1.05
 PASSES: dict[Verify, int] = {False: 1, "reading": 1, True: 2}
 WIDTH = 511

@@ -18,8 +18,6 @@ from nxd_ckpt.errors import CheckpointError
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def whole_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))

@@ -15,8 +15,6 @@ from nxd_ckpt.errors import CheckpointError, RanksDisagree
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Net(torch.nn.Module):
     def __init__(self) -> None:

@@ -12,8 +12,6 @@ from nxd_ckpt import Checkpointer, ResumeProbe, open_checkpoint
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def _probed(rank: int, directory: Path, saved: str, live: str) -> list[list[tuple[str, str]]]:
     """What the probe finds on this rank after a load, and once a bit of its first weight is changed."""

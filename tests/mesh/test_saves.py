@@ -25,8 +25,6 @@ from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def save_before_others(rank: int, directory: Path, name: str) -> dict[str, Any]:
     """Save before there is any state of the optimizer; then train, and let rank 0 save before the others may begin."""

@@ -12,11 +12,7 @@ from tests.mesh import simple_fsdp
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [
-    pytest.mark.plain,
-    pytest.mark.once,
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="TorchTitan is in the plain environment"),
-]
+pytestmark = pytest.mark.skipif(find_spec("torchtitan") is None, reason="TorchTitan is in the plain environment")
 
 PAIRS = [
     ("simple", "fsdp"),

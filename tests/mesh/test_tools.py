@@ -17,8 +17,6 @@ from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def tag(gloo_ranks: RankPool, tmp_path: Path) -> tuple[Path, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -14,8 +13,6 @@ from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing import ResumeDiffers, check_resume
 from tests.support.rank_pool import RankPool
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def made() -> Any:

@@ -18,8 +18,6 @@ from tests.hugging_face.saved import differences, write_config
 from tests.lora.adapters import adapters_of
 from tests.migrate.written_adapter import ABOVE, write_adapter, write_pickled_adapter
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOBS = {
     "q k v apart": Job(Model(heads=4, kv_heads=4, head_dim=4), tp=2, pp=2),
     "copies of heads": Job(Model(heads=8, head_dim=2), tp=4, qkv="linear", copies=2),

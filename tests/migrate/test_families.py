@@ -18,8 +18,6 @@ from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, weights, write_config
 from tests.migrate.dcp_directory import from_dcp
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 _ROWS = tables(DOCS / "convert.md")["Families"]
 TABLE = {name: forms for names, *forms in _ROWS for name in re.findall(r"`(\w+)`", names)}
 NAMES = {

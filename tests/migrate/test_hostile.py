@@ -17,8 +17,6 @@ from nxd_ckpt import convert
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from tests.migrate.layouts import LAYOUTS, options_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SAME_FILES = {"nxd": "tag", "nxd xser": "tag", "nxdt": "tag", "optimum": "shards", "optimum 0.1": "shards"}
 """Layouts whose files have the same names: one saved over another is a matter of ranks and metadata."""
 

@@ -38,8 +38,6 @@ from tests.migrate.written import (
 from tests.migrate.written_by_dcp import by_name, by_number, write_tiered
 from tests.migrate.written_by_torch_xla import write_fsdp, write_trainer, write_xm_save
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOBS = {
     "q k v apart": Job(Model(heads=4, kv_heads=4, head_dim=4), tp=2, pp=2),
     "copies of heads": Job(Model(heads=8, head_dim=4), tp=4, qkv="linear", copies=2),

@@ -20,8 +20,6 @@ from tests.hugging_face.saved import differences, weights, write_config
 from tests.migrate.old_run import STEPS, OldRun, model_of, old_run, optimizer_of, scheduler_of, train
 from tests.migrate.written_by_nemo import NEMO_NAME, NemoJob, write_nemo
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def untrained(model: Model) -> OldRun:
     """Numbers in the place of a training."""

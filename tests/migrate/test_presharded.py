@@ -14,9 +14,6 @@ from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, weights, write_config
 from tests.migrate.written_presharded import held_by, write_presharded
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
 MODELS = {
     "as many heads of each kind": (Model(heads=4, kv_heads=4), 2),
     "one head for each rank": (Model(heads=8, kv_heads=2), 4),

@@ -38,8 +38,6 @@ from tests.migrate.written import (
 )
 from tests.migrate.written_by_torch_xla import write_fsdp, write_xm_save
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 JOB = Job(Model(heads=8, head_dim=2), tp=4, pp=2, qkv="linear", copies=2)
 
 

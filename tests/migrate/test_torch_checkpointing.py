@@ -18,8 +18,6 @@ from nxd_ckpt import convert, dcp
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, UnsafePickle
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 READ = [
     ("one", 1),
     ("one", 2),

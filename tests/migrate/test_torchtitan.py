@@ -22,8 +22,6 @@ from tests.hugging_face.saved import differences
 from tests.migrate.dcp_directory import from_dcp
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SINCE_TORCH_2_7 = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 CASES = [(release, family) for release in ("0.3", "0.2.2") for family in OF_TORCHTITAN]
 

@@ -10,8 +10,6 @@ import pytest
 
 from tests.support.replaced_code import replace_code
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 BEFORE, AFTER = (compile(f"def answer(): return {number}", "changed.py", "exec") for number in (1, 2))
 
 

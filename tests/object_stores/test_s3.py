@@ -38,8 +38,6 @@ from tests.support.processes import Program, run_program
 from tests.support.s3_server import S3Server
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SECRET = "not-so-secret"
 STATE = {"large": torch.arange(3 * 2**20, dtype=torch.float32), "small": torch.ones(3)}
 NBYTES = sum(tensor.nbytes for tensor in STATE.values())

@@ -11,8 +11,6 @@ import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology
 from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MIB = 2**20
 
 

@@ -21,8 +21,6 @@ from tests.support.processes import run_program
 from tests.support.s3_proxy import Fault, S3Proxy
 from tests.support.s3_server import S3Server, options_for
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 FOR_EVER = 10**6
 MIB = 2**20
 

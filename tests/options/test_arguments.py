@@ -39,8 +39,6 @@ from nxd_ckpt.options.execution import OpenOptions
 from nxd_ckpt.saving.options import SaveOptions
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Config(Mapping[str, Any]):
     """A mapping that is no dict, as OmegaConf's DictConfig."""

@@ -19,8 +19,6 @@ from nxd_ckpt.options.execution import CopyOptions
 from tests.docs.markdown import REPOSITORY
 from tests.options.keywords import DOCUMENT, FUNCTIONS, rendered
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_type_checkers_are_told_what_functions_take() -> None:
     """The names and types of signatures. `python -m tests.options.keywords` brings them up to date."""

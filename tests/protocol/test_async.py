@@ -18,8 +18,6 @@ from tests.protocol.hooks import Gate
 from tests.protocol.job import HANGS, Job, until
 from tests.protocol.states import visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def saves_and_sleeps(rank: int, path: Path) -> None:
     save_checkpoint(

@@ -28,8 +28,6 @@ from tests.protocol.states import moments
 from tests.support.damage import flip
 from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 State = dict[str, torch.Tensor]
 
 BASE, CHANGED = 4 * 2**20, 2**20

@@ -31,8 +31,6 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.job import HANGS, Died, Job, Raised, outcome_of, until
 from tests.protocol.states import PATIENCE, SHORT, checkpointer, save, saved_value, visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def error_of(saver: Checkpointer, tag: str, model: Any, **options: Any) -> BaseException | None:
     try:

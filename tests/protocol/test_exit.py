@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import pytest
 import torch
 
 from nxd_ckpt import open_checkpoint
 from tests.protocol.states import visible_tags
 from tests.support.processes import run_program
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 # Every data file takes a second to sync, or fails to; rank 1 of two exists on paper only where WORLD is 2.
 PROLOGUE = """

@@ -18,7 +18,7 @@ from tests.protocol.children import in_child
 from tests.protocol.states import visible_tags
 from tests.support.processes import run_file, run_program, run_to_their_ends
 
-pytestmark = [pytest.mark.plain]
+pytestmark = pytest.mark.both
 
 # After a line with the directory, and whether its second save fails.
 PROLOGUE = """

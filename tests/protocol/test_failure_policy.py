@@ -17,8 +17,6 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job, outcome_of
 from tests.protocol.states import checkpointer, save, visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"weight": torch.ones(3)}
 
 

@@ -29,8 +29,6 @@ from tests.protocol.job import Died, Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
 from tests.support.logged import logged
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 # What fails of the second save on any rank, and on which keys; tests/simulation lets any call fail.

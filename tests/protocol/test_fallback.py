@@ -25,8 +25,6 @@ from tests.protocol.job import Job, outcome_of
 from tests.protocol.states import checkpointer, save, visible_tags, weights
 from tests.support.damage import flip
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 FILE = "model/dp_rank_00_tp_rank_{:02d}_pp_rank_00.pt"
 
 

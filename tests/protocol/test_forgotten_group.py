@@ -23,8 +23,6 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.errors import InvalidArgument
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"w": torch.ones(2)}
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, Topology, api, close_checkpointers, finalize_checkpoint, save_checkpoint
@@ -20,8 +19,6 @@ from tests.protocol.hooks import Gate
 from tests.protocol.job import HANGS, Job
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 from tests.support.processes import FORKED
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 STATE = {"weight": torch.ones(3)}
 

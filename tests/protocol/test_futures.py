@@ -19,8 +19,6 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.hooks import Gate
 from tests.protocol.job import HANGS
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"weight": torch.ones(3)}
 
 

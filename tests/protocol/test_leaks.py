@@ -21,8 +21,6 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job
 from tests.protocol.states import visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WARM = 10
 """Rounds after which everything that is made once has been made, and what stays for one more job is there."""
 CALLS = 5

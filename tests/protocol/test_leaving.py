@@ -6,15 +6,12 @@ import os
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 
 from nxd_ckpt import Checkpointer, list_checkpoints
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.prune import pin_checkpoint
 from tests.support.rank_pool import RankPool
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def names(directory: Path) -> list[str]:

@@ -14,8 +14,6 @@ from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.states import checkpointer, save, saved_value
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_reads_do_not_wait_for_a_replacement_that_a_live_job_can_neither_finish_nor_undo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,8 +21,6 @@ from tests.protocol.job import Job
 from tests.protocol.states import visible_tags
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MIB = 2**20
 
 # Saves of 4 MiB of the same state, each in a directory of its own; after each, the process's memory in MiB, its

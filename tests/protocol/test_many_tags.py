@@ -16,8 +16,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 from tests.protocol.stores import Process
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 RUN = "the-directory"
 OPENERS = ("tag.verify", "checkpoint", "tag.listing", "prune", "examine.report_document", "storage.urls")
 """Where a storage is opened by its path."""

@@ -13,8 +13,6 @@ from nxd_ckpt.errors import OutcomeUnknown, PeerTimeout, SaveFailed
 from tests.protocol.job import Job, outcome_of, until
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SHORT, LONG = 0.5, PATIENCE
 
 

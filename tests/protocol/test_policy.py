@@ -46,8 +46,6 @@ from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.protocol.states import moments, visible_tags, weights
 from tests.support.damage import flip
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LOSSES = {"step_1": 3.0, "step_2": 1.0, "step_3": math.nan, "step_4": 2.0, "step_5": 2.5}
 STATE = {"weight": torch.ones(2)}
 

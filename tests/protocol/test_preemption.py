@@ -24,8 +24,6 @@ from tests.protocol.hooks import Gate
 from tests.protocol.job import Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WORLD = 4
 
 

@@ -42,8 +42,6 @@ from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODULES = ("tag.verify", "checkpoint", "commit.tier", "api", "tag.listing", "output.locations")
 """Where a reader opens its storage."""
 

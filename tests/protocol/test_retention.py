@@ -27,8 +27,6 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.protocol.states import visible_tags
 from tests.support.damage import flip
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def save_all(path: Path, tags: list[str], num_kept_ckpts: int | None) -> list[list[str]]:
     """Save each tag, with its position as the value; what is visible after each."""

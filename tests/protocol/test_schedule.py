@@ -14,8 +14,6 @@ from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, InvalidArgument
 from tests.protocol.job import Job
 from tests.protocol.states import PATIENCE, checkpointer, save, visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WORLD = 2
 STATE = {"weight": torch.ones(2)}
 

@@ -25,8 +25,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from tests.protocol.job import Job
 from tests.protocol.states import PATIENCE, visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WORLD = 2
 
 

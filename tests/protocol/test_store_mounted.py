@@ -15,8 +15,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from tests.protocol.job import Job, until
 from tests.protocol.states import PATIENCE, save, weights
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Mounted(LocalStorage):
     """As gcsfuse does it: directories that hold something are not renamed."""

@@ -18,8 +18,6 @@ from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing, recording
 from tests.protocol.stores import Process, complete_tags, value_in, values
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 
 

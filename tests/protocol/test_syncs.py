@@ -11,7 +11,7 @@ import torch
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.system import sync_file, sync_path
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 
 def test_a_save_syncs_its_tag_and_no_votes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,6 @@ from nxd_ckpt.testing.storage import HookedStorage, delaying
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save, visible_tags, weights
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SAVES = 15
 
 

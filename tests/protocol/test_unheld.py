@@ -19,8 +19,6 @@ from tests.protocol.job import Job
 from tests.protocol.states import visible_tags
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"weight": torch.ones(3)}
 
 

@@ -12,8 +12,6 @@ from nxd_ckpt.errors import StagingTooLarge
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MIB = 2**20
 
 

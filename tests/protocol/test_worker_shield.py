@@ -24,8 +24,6 @@ from nxd_ckpt import Checkpointer
 from tests.protocol.job import Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Numbers(Dataset[int]):
     def __init__(self, count: int) -> None:

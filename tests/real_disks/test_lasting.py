@@ -18,7 +18,7 @@ from tests.integrations import accelerate_run, lightning_run, transformers_run
 from tests.real_disks.server import mounted_disk
 from tests.support.mounts import needs_mounts
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts("/dev/fuse")]
+pytestmark = needs_mounts("/dev/fuse")
 
 
 def save(folder: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.real_disks.campaign import campaign
 from tests.support.mounts import needs_mounts
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts("/dev/fuse")]
+pytestmark = needs_mounts("/dev/fuse")
 
 
 @pytest.mark.parametrize("swaps", [True, False])

@@ -32,7 +32,7 @@ from tests.protocol.states import PATIENCE, SHORT, lose_patience
 from tests.support.full_disks import FULL, PAGE, inodes_left, pages_left
 from tests.support.mounts import needs_mounts
 
-pytestmark = [pytest.mark.plain, pytest.mark.once, needs_mounts("/dev/loop-control")]
+pytestmark = needs_mounts("/dev/loop-control")
 
 WORLD = 2
 MIB = 2**20

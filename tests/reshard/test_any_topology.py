@@ -19,8 +19,6 @@ from tests.reshard.transformer import layout_of, weights_of
 from tests.reshard.whole import Layout, Weight, expected
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 PAIRS = [
     ("dp2tp2", "dp4"),
     ("dp4", "dp3"),

@@ -17,8 +17,6 @@ from tests.reshard.transformer import layout_of, weights_of
 from tests.reshard.whole import OPTIONS, Layout, expected
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WEIGHTS = weights_of()
 PAIRS = [("dp2tp2", "dp4"), ("tp4", "dp3tp2"), ("dp2", "tp2"), ("dp3pp2", "dp2pp2"), ("pp2", "dp2tp2"), ("dp4", "dp1")]
 

@@ -15,8 +15,6 @@ from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_chec
 from tests.interop.saving import save_as_every_rank
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Values = Mapping[str, torch.Tensor]
 
 

@@ -17,8 +17,6 @@ from tests.reshard.transformer import layout_of, topology_of, weights_of
 from tests.reshard.whole import expected
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LOST = ["frozen_scale", "pos_scale", "tokens_seen"]
 """Tensors of the configuration without lower-precision weights that no file holds."""
 

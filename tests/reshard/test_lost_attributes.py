@@ -14,8 +14,6 @@ from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.errors import TopologyMismatch
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class ColumnParallelLinear(nn.Module):
     """What NxD's has on one rank, as far as it tells a cut."""

@@ -15,8 +15,6 @@ from tests.reshard.transformer import layout_of, weights_of
 from tests.reshard.whole import Weight, expected
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 TRAINED = [replace(weight, left_out=True) for weight in weights_of(torch.bfloat16) if weight.kind == "parameter"]
 """Bfloat16 weights, each the rounding of its master weight."""
 

@@ -14,8 +14,6 @@ from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from tests.interop.saving import save_as_every_rank
 from tests.live.doubles import NxDWrapper, ShardedOptimizer
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LAYERS = 4
 
 

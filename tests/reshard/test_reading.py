@@ -19,8 +19,6 @@ from tests.support.damage import flip
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MIB = 2**20
 BLOCK = 4 * MIB
 SHAPE = (4096, 2048)

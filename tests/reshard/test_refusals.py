@@ -16,8 +16,6 @@ from tests.reshard.transformer import layout_of, weights_of
 from tests.reshard.whole import Layout, Weight, expected
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WEIGHTS = weights_of()
 ROUNDED = weights_of(torch.bfloat16)
 SAVED = layout_of("dp2tp2", WEIGHTS)

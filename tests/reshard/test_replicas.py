@@ -26,8 +26,6 @@ from tests.support.damage import flip
 from tests.support.rank_pool import RankPool, WorkerDied
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 RANKS = 4
 LARGEST = 256 * 2**10
 WEIGHTS = [

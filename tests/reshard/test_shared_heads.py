@@ -11,8 +11,6 @@ import torch
 from nxd_ckpt import Topology, errors, load_checkpoint
 from tests.interop.saving import save_as_every_rank
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 WIDTH, QUERIES, KEYS = 3, 8, 4
 
 

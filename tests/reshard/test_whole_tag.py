@@ -18,8 +18,6 @@ from tests.conversion.tags import unsharded
 from tests.golden.checkpoints import saved
 from tests.reshard.whole_tensors import read
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_every_cut_is_undone(tmp_path: Path) -> None:
     """Of every known cut, over tensor- and expert-parallel ranks, the whole tensor comes back."""

@@ -11,8 +11,6 @@ import torch
 from nxd_ckpt import Checkpointer, effects
 from nxd_ckpt.saving.pending import Helpers
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def _of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.live.state_names import groups_of
 from tests.support.rank_pool import RankPool
-
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 
 def _made(rank: int, cut: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -18,8 +18,6 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.loading.rank_state import RankState
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class Object:
     """Anything with a state, for state=."""

@@ -13,8 +13,6 @@ from nxd_ckpt.saving.capture import capture
 from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.plan import plan_save
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def pieces(topology: Topology, **partitions: Partition) -> tuple[Piece, ...] | None:
     """The pieces of a weight of 6 x 3 that the rank's plan records."""

@@ -31,8 +31,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 from tests.live.doubles import ExpertShardedOptimizer, ShardedOptimizer
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MIB = 2**20
 
 

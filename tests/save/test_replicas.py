@@ -23,8 +23,6 @@ from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 KINDS: dict[str, Any] = {
     "bytes": lambda n: bytes([n]),
     "BytesIO": lambda n: io.BytesIO(bytes([n])),

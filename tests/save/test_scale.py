@@ -33,8 +33,6 @@ from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 ATTEMPT = "run-1"
 READS = ("read", "read_into", "read_ranges")
 

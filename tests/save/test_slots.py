@@ -22,8 +22,6 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.protocol.job import Job, until
 from tests.support.clock import Clock
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def run_id() -> str:

@@ -25,7 +25,7 @@ from nxd_ckpt.storage.arena import PAGE, Arena
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import SavePace
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 MIB = 2**20
 

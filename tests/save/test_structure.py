@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
 from nxd_ckpt.saving.save_planner import Structure, structure_of
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 ONE = torch.ones(2)
 
 

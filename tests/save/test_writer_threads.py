@@ -20,8 +20,6 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 COUNT = 150
 FOLDER = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors"
 

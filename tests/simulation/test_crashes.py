@@ -12,8 +12,6 @@ from tests.simulation.drains import DRAINS
 from tests.simulation.saves import SAVES
 from tests.simulation.world import Disk, DiskStorage, Seen, crash_states
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 EVERY, MOST = 61, 12
 """`make test` looks at one in so many moments, and at most at so many states of it; `make soak` at all."""
 

@@ -12,8 +12,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.testing.contract import StorageContract
 from tests.simulation.world import Change, Disk, DiskStorage, contents
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class TestDiskStorage(StorageContract):
     """It is a storage as any other."""

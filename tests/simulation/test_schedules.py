@@ -20,8 +20,6 @@ from tests.simulation.store_schedule import EFFECTS as REQUESTS
 from tests.simulation.store_schedule import StoreSchedule
 from tests.support.reliability import REPOSITORY
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SLICE = {"disk": 100, "store": 40, "hosts": 16}
 """Schedules of `make test`; `make soak` runs the rest."""
 

@@ -10,8 +10,6 @@ from tests.simulation.steps import EVENTS, Scene, all_steps
 from tests.simulation.trainers import TRAINERS, Trainer, visible
 from tests.simulation.world import DiskStorage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SCENES: list[Scene] = [*TRAINERS, *(drains for drains in DRAINS if drains.killed_before is None)]
 EVERY = 41
 """`make test` lets something happen at one in so many steps; `make soak` at each."""

@@ -23,8 +23,6 @@ from tests.simulation.world import EPOCH, Process, World, inhabited
 from tests.simulation.world.store import ObjectStore, Refused, Reply
 from tests.simulation.world.store_client import ConnectionLost, store_storage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 class TestStoreStorage(StorageContract):
     """It is a storage as any other, also where every listing takes several requests."""

@@ -22,8 +22,6 @@ from tests.simulation.saves import SAVES
 from tests.simulation.schedule import run
 from tests.simulation.world import Disk, DiskStorage, SystemCalls
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 EVERY, MOST = 97, 6
 SCHEDULES = 24
 

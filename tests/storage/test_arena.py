@@ -10,8 +10,6 @@ import pytest
 from nxd_ckpt.storage import arena
 from nxd_ckpt.storage.arena import PAGE, Arena, available_memory, default_cap
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 GIB = 2**30
 
 

@@ -15,8 +15,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, delaying, recording
 from tests.support.processes import run_program
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LARGE = bytes(range(256)) * 80_000
 """More than two pieces of 8 MiB."""
 FILES = {"tag/model/a.pt": LARGE, "tag/model/b.pt": b"b" * 10, "tag/model/empty": b"", "tag/optim/c.pt": b"c" * 100}

@@ -13,9 +13,6 @@ from nxd_ckpt.testing.contract import StorageContract
 from tests.storage.storages import MAKERS
 from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
 # What "hooked s3" adds to "s3" is what "slow local" adds to "local".
 KINDS = [
     pytest.param(name, marks=[pytest.mark.soak] if name == "hooked s3" else []) for name in MAKERS if name != "fsspec"

@@ -30,8 +30,6 @@ from nxd_ckpt.storage import fsspec_storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.verify import verify_checkpoint
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"w": torch.arange(300, dtype=torch.float32), "x": torch.ones(7)}
 
 

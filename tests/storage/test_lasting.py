@@ -18,8 +18,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import sync_path
 from tests.simulation.world import Disk, DiskStorage, SystemCalls
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_a_file_that_is_written_past_the_page_cache_lasts_too() -> None:
     """Direct writes reach the disk, and its size does not: that takes a sync, as for any other file."""

@@ -13,8 +13,6 @@ import pytest
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.local_files import LocalWriter
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStorage:

@@ -7,8 +7,6 @@ import pytest
 from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.testing.storage import MemoryStorage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def test_one_name_is_one_store() -> None:
     """What is written through one is read through the other; without a name it is a store of its own."""

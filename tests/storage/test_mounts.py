@@ -17,8 +17,6 @@ from nxd_ckpt.storage.system import aliases
 from nxd_ckpt.storage.urls import lies_in, overlap
 from tests.support.mounts import needs_mounts
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @contextmanager
 def mounted(source: Path | str, target: Path, *options: str) -> Iterator[Path]:

@@ -23,9 +23,6 @@ from nxd_ckpt.testing.storage import HookedStorage, chained, delaying
 from tests.interop.saving import save_as_every_rank
 from tests.support.terminal import Terminal
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
-
 SLOWLY = (delaying("write_at", "*/model/*", 0.2), delaying("read_ranges", "*/model/*", 0.2))
 
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from nxd_ckpt.storage.local import LocalStorage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 DATA = os.urandom(100_000)
 
 

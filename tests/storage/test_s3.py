@@ -30,8 +30,6 @@ from tests.storage.storages import s3
 from tests.support.processes import FORKED
 from tests.support.s3_server import S3Server, options_for
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def storage(s3_server: S3Server) -> Storage:

@@ -19,8 +19,6 @@ from tests.conftest import BUCKET
 from tests.support.s3_proxy import Fault, S3Proxy
 from tests.support.s3_server import SMALLEST_PART, S3Server, options_for
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 PART = SMALLEST_PART
 DATA = os.urandom(2 * PART + 1000)
 SMALL = DATA[:1000]

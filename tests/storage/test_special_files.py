@@ -15,8 +15,6 @@ from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:

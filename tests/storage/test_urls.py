@@ -10,8 +10,6 @@ from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import directory_and_name, is_url, join, local_path, open_storage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(
     ("place", "expected"),

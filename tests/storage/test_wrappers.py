@@ -13,8 +13,6 @@ from nxd_ckpt.storage.transfer import Throttle, shared_throttle
 from nxd_ckpt.storage.wrapper import RetryingStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def failing_first(times: int, error: OSError) -> tuple[list[str], Hook]:
     """A hook that raises ``error`` the first times, and the operations that it saw."""

@@ -10,8 +10,6 @@ import pytest
 
 from tests.support.rank_pool import RankPool, WorkerDied, WorkerError, WorkerTimeout
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def cpu_ranks() -> Iterator[RankPool]:

@@ -18,8 +18,6 @@ from nxd_ckpt.tag.directory import (
     list_tags,
 )
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MANIFEST = dump_manifest(Manifest("t", "run-1", 1.0, Topology(), Parts(), ranks=(FileEntry(2, 0),)))
 RANK_FILE = "model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt"
 

@@ -20,8 +20,6 @@ from nxd_ckpt.tag.verify import lost_files, lost_names
 from tests.tag.equality import difference
 from tests.tag.layouts import open_tag
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 CONFIGURATIONS = [
     "a_dp2_zero1_pt",
     "b_dp2_zero1_xser",

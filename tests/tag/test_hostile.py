@@ -23,8 +23,6 @@ from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import write_files
 from tests.tag.layouts import open_tag
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 OPTIM = "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 

@@ -18,8 +18,6 @@ from tests.tag.equality import difference
 from tests.tag.layouts import open_tag
 from tests.tag.xser_files import save_xser
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 INNER = "checkpoint.pt"
 
 

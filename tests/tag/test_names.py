@@ -13,8 +13,6 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.names import ParsedName
 from nxd_ckpt.core.topology import Coordinates, Topology
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 ranks = st.integers(0, 12_000)
 
 

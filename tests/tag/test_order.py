@@ -38,8 +38,6 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.core.documents import as_before, sealed
 from tests.protocol.states import visible_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 
 

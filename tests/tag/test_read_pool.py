@@ -8,8 +8,6 @@ import pytest
 
 from nxd_ckpt.tag.range_reader import PIECE, ReadPool
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_all_tasks_run_once(threads: int) -> None:

@@ -28,8 +28,6 @@ from nxd_ckpt.tag.verification import Entries
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation
 from tests.formats.assemblies import Files, cases, index
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 BLOCK = 32
 Case = tuple[Files, Assembly, torch.Tensor, int]
 

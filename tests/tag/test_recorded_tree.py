@@ -16,8 +16,6 @@ from nxd_ckpt.formats import torch_zip
 from tests.bad_input.live import Net
 from tests.tag.rewriting import Fields, rewrite_index
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 
 

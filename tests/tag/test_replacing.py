@@ -13,8 +13,6 @@ from nxd_ckpt.errors import SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.directory import clash, list_tags
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(
     "file",

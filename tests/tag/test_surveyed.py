@@ -8,8 +8,6 @@ from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.tag.directory import surveyed
 from nxd_ckpt.testing.storage import MemoryStorage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 KEYS = ("a/done", "a/model/dp_rank_00.pt", "b/manifest.json", "top", ".nxd_ckpt/lease.json")
 
 

@@ -21,8 +21,6 @@ from tests.tag.equality import difference
 from tests.tag.layouts import open_tag
 from tests.tag.xser_files import save_xser
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 STATE = {"a": torch.arange(4.0), "nested": {"b": [torch.ones(2, 2), torch.tensor(7)]}}
 

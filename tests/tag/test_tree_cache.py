@@ -10,8 +10,6 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.tag import opened
 from nxd_ckpt.tag.opened import TreeCache
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def tree_of(count: int) -> dict[str, Any]:
     return {str(number): Assembly("float32", (), ()) for number in range(count)}

@@ -20,7 +20,6 @@ from nxd_ckpt.verify import verify_checkpoint
 from tests.bad_input.live import Net
 from tests.tag.rewriting import Fields, rewrite, rewrite_index
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
 
 def first(fields: Fields) -> Fields:
     found: Fields = fields["specifications"][0]

@@ -29,8 +29,6 @@ from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, InvalidArgument
 from nxd_ckpt.storage.urls import normalised, overlap
 from nxd_ckpt.tag.verify import verify_checkpoint
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 STATE = {"w": torch.ones(4)}
 READERS: dict[str, Callable[[str], Any]] = {
     "load": lambda path: load_checkpoint(path, model={}),

@@ -21,8 +21,6 @@ from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.tag.equality import difference
 from tests.tag.layouts import open_tag
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Shards = list[tuple[tuple[int, ...], torch.Tensor]]
 """(offsets, rows) of one tensor, by dp rank."""
 

@@ -22,8 +22,6 @@ from nxd_ckpt.tiers import drain
 from tests.conversion.tags import contents, remains
 from tests.tiers.saving import damaged, save, state, tags_in
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 

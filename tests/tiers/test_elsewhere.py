@@ -16,8 +16,6 @@ from nxd_ckpt.storage.local import LocalStorage
 from tests.support.mounts import needs_mounts
 from tests.tiers.saving import damaged, save, tags_in
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:

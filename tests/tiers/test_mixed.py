@@ -24,8 +24,6 @@ from tests.support.damage import flip
 from tests.support.s3_server import S3Server
 from tests.tiers.saving import save, state, tags_in
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 READS = ("read", "read_into", "read_ranges")
 KNOWN = {"step_1/manifest.json", "step_1/done"}
 """What is read of the other tier to know that it has the same save."""

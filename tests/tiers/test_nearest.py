@@ -18,8 +18,6 @@ from tests.protocol.job import Job
 from tests.support.damage import flip
 from tests.tiers.saving import save, state, tags_in
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> list[Tier]:

@@ -16,8 +16,6 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from nxd_ckpt.tiers import drain
 from tests.tiers.saving import damaged, save, tags_in
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 LOOKS = ("read", "open", "size", "is_dir", "is_file", "list", "time")
 
 

@@ -28,8 +28,6 @@ from tests.torch_dcp.coded import Coded, Doubled, blank, coded
 from tests.torch_dcp.ranks import gathered, picture, training
 from tests.torch_dcp.writing import whole
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def job(lr: float = 0.1, seed: int = 3) -> switched.Application:
     torch.manual_seed(seed)

@@ -22,8 +22,6 @@ from nxd_ckpt.tag.foreign import torch_dcp
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, read_metadata
 from nxd_ckpt.testing.storage import MemoryStorage
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 COUNT = 2000
 
 

@@ -13,7 +13,7 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
 from tests.torch_dcp import ranks
 
-pytestmark = pytest.mark.plain
+pytestmark = pytest.mark.both
 
 STAGES = [["up.weight", "up.bias"], ["down.weight", "scale", "steps_seen"]]
 

@@ -26,8 +26,6 @@ from tests.golden.checkpoints import saved
 from tests.support.rank_pool import RankPool
 from tests.torch_dcp import ranks
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -34,8 +34,6 @@ from tests.golden.checkpoints import saved
 from tests.interop.saving import save_as_every_rank
 from tests.tag.equality import difference
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SHAPES = {"embed.weight": (5, 3), "norm": (2,), "up.weight": (8, 2), "frozen": (3,)}
 """Over four ranks: the last one's is short, two hold nothing but padding, none is padded; and one without state."""
 

@@ -24,8 +24,6 @@ from tests.protocol.job import Died, Job, Raised
 from tests.support.rank_pool import RankPool
 from tests.torch_dcp import ranks, writing
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def tags(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))

@@ -14,8 +14,6 @@ from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint, save_c
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import UnsupportedState
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 NAMES = ("float4_e2m1fn_x2", "int4", "uint2", "float8_e8m0fnu", "uint64", "bits8", "complex32")
 DTYPES = [
     pytest.param(getattr(torch, name), marks=[] if number < 2 else [pytest.mark.soak], id=name)

@@ -16,8 +16,6 @@ from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.testing import check_resume
 from tests.training.registry import Inner, step
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = Inner(torch.nn.Linear(6, 6))

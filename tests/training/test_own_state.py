@@ -19,8 +19,6 @@ from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import OptimizerMismatch, UnsafePickle, UnsupportedState
 from nxd_ckpt.tag.verify import verify_checkpoint
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Model = torch.nn.Module
 
 

@@ -20,8 +20,6 @@ from tests.support.rank_pool import RankPool
 from tests.training import imitations
 from tests.training.registry import CASES, OPTIMIZERS, OWN, Inner, Mixed, step
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] if case.soak else []) for name, case in CASES.items()]

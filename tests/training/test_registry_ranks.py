@@ -25,8 +25,6 @@ from tests.support.rank_pool import RankPool
 from tests.training import imitations
 from tests.training.registry import Inner, step
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Objects = tuple[Any, ...]
 
 

@@ -13,11 +13,7 @@ import torch
 from nxd_ckpt.testing.resume import _first_difference, _leaves, _state
 from tests.training.registry import OPTIMIZERS, OWN, Case
 
-pytestmark = [
-    pytest.mark.plain,
-    pytest.mark.once,
-    pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric")
 
 Objects = tuple[Any, ...]
 

@@ -50,8 +50,6 @@ KINDS = {
 }
 
 
-@pytest.mark.plain
-@pytest.mark.once
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_steps_as_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
     """Losses, learning rates and momenta of all param groups are equal to the last bit.

@@ -13,8 +13,6 @@ from nxd_ckpt import Checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, OptimizerMismatch, UnsupportedState
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 CLASSES: dict[str, dict[str, Any]] = {
     "SGD": SGD, "AdamW": {}, "Adam": {}, "NAdam": {}, "Adamax": {}, "RMSprop": {}, "Adagrad": {}, "Adadelta": {},

@@ -22,8 +22,6 @@ from nxd_ckpt.formats.unpickle import unpickle
 from tests.support.rank_pool import RankPool
 from tests.training.registry import LAYOUTS
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Tensor = torch.Tensor
 
 

@@ -15,8 +15,6 @@ from nxd_ckpt import Topology, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import IncompatibleState, KeyMismatch, UnsupportedState
 
-pytestmark = [pytest.mark.plain, pytest.mark.once]
-
 Model = torch.nn.Module
 
 
