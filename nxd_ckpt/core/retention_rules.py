@@ -181,11 +181,13 @@ def decide(
 def unknown_metrics(rules: Sequence[Rule], metrics: Mapping[str, Metrics]) -> list[str]:
     """Return a sentence for each rule whose metric no tag has."""
     names = {name for each in metrics.values() for name in each}
+    others = first_of(sorted(names)) or "no metrics"
+    bests = [rule for rule in rules if isinstance(rule, Best) and metrics]
     return [
-        f"Best({rule.metric!r}): no tag has the metric {listed([rule.metric], names)}; "
-        f"tags have {first_of(sorted(names)) or 'no metrics'}, and saves pass them as metrics={{...}}"
-        for rule in rules
-        if isinstance(rule, Best) and metrics and all(rule.value(each) is None for each in metrics.values())
+        f"Best({best.metric!r}): no tag has the metric {listed([best.metric], names)}; tags have {others}, and saves "
+        "pass them as metrics={...}"
+        for best in bests
+        if all(best.value(each) is None for each in metrics.values())
     ]
 
 

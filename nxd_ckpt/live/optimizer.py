@@ -260,11 +260,12 @@ class NamedOptimizers(OptimizerAdapter):
                 raise OptimizerMismatch(f"optimizer[{name!r}]: {str(error).removeprefix('optimizer: ')}") from error
 
     def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
-        return {
-            (path[0], f"{name}.{path[1]}" if isinstance(path[1], str) else part.indices[path[1]], *path[2:]): placed
-            for name, part in self._parts(saved).items()
-            for path, placed in self._adapters[name].placed(part.tree).items()
-        }
+        positions: dict[Path, Placed] = {}
+        for name, part in self._parts(saved).items():
+            for (section, key, *rest), placed in self._adapters[name].placed(part.tree).items():
+                own = f"{name}.{key}" if isinstance(key, str) else part.indices[key]
+                positions[(section, own, *rest)] = placed
+        return positions
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
         for name, part in self._parts(saved).items():

@@ -129,19 +129,13 @@ def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
         state, masters, shapes = tree["base_state"], tree.get(MASTERS, {}), tree["shape_info"]
     else:
         state, masters, shapes = tree["state"], {}, {}
-    return [
-        SavedSlot(
-            number,
-            options,
-            state.get(index, {}),
-            masters.get(index),
-            tuple(shapes[index]) if index in shapes else None,
-            expert,
-        )
-        for number, group in enumerate(tree["param_groups"])
-        for options in [options_of(group)]
-        for index in group["params"]
-    ]
+    slots = []
+    for number, group in enumerate(tree["param_groups"]):
+        options = options_of(group)
+        for index in group["params"]:
+            shape = tuple(shapes[index]) if index in shapes else None
+            slots.append(SavedSlot(number, options, state.get(index, {}), masters.get(index), shape, expert))
+    return slots
 
 
 def is_number(name: str) -> bool:

@@ -207,9 +207,10 @@ class TargetRank:
         slots = self._slots_here()
         numbers = range(len(self._optimizer.groups))
         apart = kind != "plain" and self._topology.ep > 1
+        kinds = [{False}, {True}] if apart else [{False, True}]
         groups = [
-            [name for name, slot in slots.items() if slot.group == number and self._is_expert(name, slot) in kinds]
-            for kinds in (((False,), (True,)) if apart else ((False, True),))
+            [name for name, slot in slots.items() if slot.group == number and self._is_expert(name, slot) in kind]
+            for kind in kinds
             for number in numbers
         ]
         own = [len(names) for names in groups[: len(numbers)]]

@@ -348,10 +348,9 @@ def _by_name(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = [name for group in groups for name in group.get(_NAMES, group.get(PARAMS, ()))]
     numbers = [number for group in groups for number in group.get(PARAMS, group.get(_NAMES, ()))]
     name_of = dict(zip(numbers, names, strict=True))
-    own = [
-        {PARAMS: list(group.get(_NAMES, group.get(PARAMS, ())))}
-        | {option: value for option, value in group.items() if option not in (PARAMS, _NAMES)}
-        for group in groups
-    ]
+    own = []
+    for group in groups:
+        options = {option: value for option, value in group.items() if option not in (PARAMS, _NAMES)}
+        own.append({PARAMS: list(group.get(_NAMES, group.get(PARAMS, ()))), **options})
     state = {name_of.get(number, number): entries for number, entries in checked["state"].items()}
     return {"state": state, _GROUPS: own}
