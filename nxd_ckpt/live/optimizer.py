@@ -264,7 +264,8 @@ class NamedOptimizers(OptimizerAdapter):
         for name, part in self._parts(saved).items():
             for (section, key, *rest), placed in self._adapters[name].placed(part.tree).items():
                 own = f"{name}.{key}" if isinstance(key, str) else part.indices[key]
-                positions[(section, own, *rest)] = placed
+                path = section, own, *rest
+                positions[path] = placed
         return positions
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
