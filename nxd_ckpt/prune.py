@@ -12,7 +12,7 @@ from nxd_ckpt.commit import retention
 from nxd_ckpt.commit.publication import publication_of
 from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.session import Session, open_session_alone
-from nxd_ckpt.coordination import control_files, intents, journal
+from nxd_ckpt.coordination import control_files, journal
 from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.retention_rules import Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
@@ -117,13 +117,13 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
     control_files.pin(storage, chosen)
     try:
         choose_tag(storage, chosen)  # rules that were being applied may have removed it before they saw the pin
-        if intents.is_being_removed(storage, chosen):
+        if journal.is_being_removed(storage, chosen):
             raise CheckpointNotFound(
                 f"{storage.url}/{chosen} is being removed by the rules of a job, or was when that job ended, and is "
                 "not pinned; if it stays, pin it again once a job has saved there"
             )
     except CheckpointNotFound:
-        if not intents.saves_of(storage, chosen):  # else it is only being replaced
+        if not journal.saves_of(storage, chosen):  # else it is only being replaced
             control_files.unpin(storage, chosen)
             raise
 

@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from nxd_ckpt.cli import text, writers
 from nxd_ckpt.cli.command import TEMPLATES, Command
-from nxd_ckpt.cli.diff_command import DIFF
+from nxd_ckpt.cli.content_commands import DIFF, INSPECT
 from nxd_ckpt.cli.directory_commands import LIST, REPORT, WATCH
-from nxd_ckpt.cli.inspect_command import INSPECT
 from nxd_ckpt.cli.proof_commands import DOCTOR, SELFTEST, VERIFY
 from nxd_ckpt.cli.retention_commands import PIN, PRUNE, RM, UNPIN
 from nxd_ckpt.core.names import HIDDEN

@@ -19,7 +19,7 @@ from nxd_ckpt.commit.retention import judge_tags, retire_unpinned
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.commit.voting import AttemptVotes
-from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
@@ -248,7 +248,7 @@ def _clean_up(session: Session, counter: int, is_saved: bool) -> None:
 
 
 def _clear(session: Session, key: str) -> None:
-    _drop(session, key, lambda key: intents.clear(session.storage, key, session.confirm))
+    _drop(session, key, lambda key: journal.clear(session.storage, key, session.confirm))
 
 
 def _drop(session: Session, key: str, drop: Callable[[str], object]) -> None:

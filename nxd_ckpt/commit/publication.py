@@ -24,7 +24,7 @@ from typing import ClassVar, Protocol
 from nxd_ckpt import effects
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.commit.voting import AttemptVotes
-from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import COPIES, staging_dir, trash_file
 from nxd_ckpt.coordination.guests import remove_all_but_guests
 from nxd_ckpt.coordination.journal import not_undone
@@ -243,7 +243,7 @@ class InPlace:
             storage,
             session.require,
             partial(storage.list, self.tag),
-            partial(intents.saves_of, storage, self.tag),
+            partial(journal.saves_of, storage, self.tag),
             partial(storage.is_file, self.tag),
         )
         if not self.overwrite and DirEntry(DONE, False) in entries:
@@ -253,7 +253,7 @@ class InPlace:
         if earlier:
             self._await_writers(session, earlier)
             session.require()  # again: that may have taken long
-        intents.declare(storage, staging_dir(self.attempt), self.tag)
+        journal.declare(storage, staging_dir(self.attempt), self.tag)
         if earlier or entries:
             self._empty(session)
         for attempt in earlier:
@@ -302,7 +302,7 @@ class InPlace:
         self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False, order_time: float = 0.0
     ) -> bool:
         storage, intent = session.storage, trash_file(self.attempt, tag)
-        intents.declare(storage, intent, tag)
+        journal.declare(storage, intent, tag)
         goes = storage.remove_if(f"{tag}/{DONE}", lambda: not is_kept(tag))
         if not goes:
             storage.remove(intent)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination import intents, journal, lease
+from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.control_files import (
     CLAIMS,
@@ -510,7 +510,7 @@ def _sweep(session: Session, *, first: bool) -> None:
     """Remove what dead jobs left behind.
 
     This job has the lease, so rank 0 of every other run here has ended. What they had begun to do to tags in place is
-    finished, see coordination.intents. Raises DirectoryInUse if another job took the directory over meanwhile: the
+    finished, see coordination.journal. Raises DirectoryInUse if another job took the directory over meanwhile: the
     files may be its own then.
     """
     storage, run_id = session.storage, session.run_id
@@ -532,7 +532,7 @@ def _sweep(session: Session, *, first: bool) -> None:
                 if folder == TRASH:
                     journal.discard(storage, entry.name, session.confirm)
                 else:
-                    intents.clear(storage, f"{folder}/{entry.name}", session.confirm)
+                    journal.clear(storage, f"{folder}/{entry.name}", session.confirm)
             except (OSError, MalformedFile) as error:
                 logger.warning("could not remove %s/%s/%s: %s", storage.url, folder, entry.name, error)
 

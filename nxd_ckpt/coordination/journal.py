@@ -1,4 +1,4 @@
-"""Publication of a finished staging directory, also over an existing tag.
+"""Notes of a change to a tag that is under way, by which the next process finishes or undoes it: journal and intents.
 
 A new tag is one atomic rename. Replacing a tag takes two steps, so the swap is announced in a journal first: it has the
 names. The next process that opens or lists the directory after a crash settles it. Files of others move from the old
@@ -15,6 +15,13 @@ finished               the old one is out: put the new one in
 target                 the new one is in: nothing
 neither                the new one is lost: put the old one back
 =====================  ==================================================
+
+Without renames a tag is filled, and emptied, one key after the other. So a small file, an *intent*, names the tag
+before that begins, and is removed when it is finished: in ``staging`` for a save, in ``trash`` for a removal. A job
+that finds a dead job's intent looks for the tag's ``done``. If it is there, and of the attempt that filled the tag, the
+tag is complete: the save was committed, or its removal had not begun. If not, everything in the tag is removed, except
+files of others in a tag that was being filled. On a file system a directory has the same name, with the files of a
+future or former tag; `clear` removes either.
 """
 
 from __future__ import annotations
@@ -27,8 +34,9 @@ from contextlib import suppress
 from functools import partial
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination import guests, intents
+from nxd_ckpt.coordination import guests
 from nxd_ckpt.coordination.control_files import (
+    COPIES,
     JOURNAL,
     STAGING,
     TRASH,
@@ -42,10 +50,11 @@ from nxd_ckpt.coordination.control_files import (
     set_aside,
     staging_dir,
     trash_file,
+    unfinished_dir,
 )
 from nxd_ckpt.core.limits import NOTE, checked_name
 from nxd_ckpt.core.manifest import load_manifest
-from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST
+from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST, MARKER
 from nxd_ckpt.core.tags import order_text, validate_tag
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, OutcomeUnknown
 from nxd_ckpt.storage.base import Storage
@@ -346,7 +355,7 @@ def discard_trash(storage: Storage, run_id: str, confirm: Callable[[], bool] = l
     Failures are left for the next time, because nothing visible depends on them. Nothing is deleted while there is a
     journal: an old tag may have to be restored.
 
-    In a store the intents there are finished; see intents.clear for ``confirm``. Another run's entries are swept when a
+    In a store the intents there are finished; see `clear` for ``confirm``. Another run's entries are swept when a
     lease is taken: one of a run that stood still until it was taken over may be a tag that is about to get its name
     back. A directory that was no tag yet never does.
     """
@@ -381,7 +390,7 @@ def discard(storage: Storage, name: str, confirm: Callable[[], bool]) -> None:
     if storage.is_dir(key):  # in a store the entry is an intent
         for tag in _must_stay(storage, name, pinned(storage)):
             _put_back(storage, key, tag)
-    intents.clear(storage, key, confirm)
+    clear(storage, key, confirm)
 
 
 def lost_tags(storage: Storage) -> dict[str, str]:
@@ -441,3 +450,90 @@ def _sync(storage: Storage) -> None:
 def _forget(storage: Storage) -> None:
     storage.remove(JOURNAL)
     storage.sync_dir(HIDDEN)
+
+
+def declare(storage: Storage, key: str, tag: str) -> None:
+    """Note under ``key`` that ``tag`` is about to be filled or emptied."""
+    folder = key.rpartition("/")[0]
+    storage.make_dir(folder)
+    storage.write(key, json.dumps({"tag": tag}).encode())
+    storage.sync_dir(folder)
+
+
+def saves_of(storage: Storage, tag: str) -> list[str]:
+    """Return the attempts whose saves of ``tag`` are under way, or ended without being cleared."""
+    return _of(storage, STAGING, tag)
+
+
+def is_being_removed(storage: Storage, tag: str) -> bool:
+    """Return whether the removal of ``tag`` is under way, or ended without being cleared."""
+    return bool(_of(storage, TRASH, tag))
+
+
+def _of(storage: Storage, folder: str, tag: str) -> list[str]:
+    names = [entry.name for entry in storage.list(folder) if not entry.is_dir]
+    return [name for name in names if _tag(storage, f"{folder}/{name}") == tag]
+
+
+def clear(storage: Storage, key: str, confirm: Callable[[], bool]) -> None:
+    """Finish the change that an intent announced, or remove a directory. Safe to repeat.
+
+    Nobody may be working there any more. ``confirm`` checks that this still holds, once the files of an intent's tag
+    are known.
+    """
+    tag = _tag(storage, key) if not storage.renames or storage.is_file(key) else None
+    if tag is not None and not _is_complete(storage, tag):
+        of_all = key.startswith(f"{TRASH}/")
+        went = storage.remove_if(f"{tag}/{DONE}", confirm)  # before what it would make a tag
+        if went and of_all:
+            went = storage.remove_if(tag, confirm)
+        elif went:
+            went = guests.remove_all_but_guests(storage, tag, confirm)
+        if not (went and confirm()):
+            return
+        storage.discard_unfinished(tag)
+    if storage.renames and key.rpartition("/")[0] in (STAGING, COPIES) and storage.is_dir(key):
+        key = _moved_away(storage, key)
+        if storage.is_file(f"{key}/{DONE}"):
+            # It was a tag, if only for a moment: its name must be gone for good before its files are.
+            storage.sync_dir("")
+    storage.remove(key)
+
+
+def _is_complete(storage: Storage, tag: str) -> bool:
+    """Return whether a tag has ``done``, of the attempt that filled it.
+
+    A request of an earlier attempt that was given up may still happen, and bring its ``done`` into the files of a later
+    one. In place the marker names the attempt that fills the tag.
+    """
+    try:
+        done = storage.read(f"{tag}/{DONE}", NOTE)
+    except FileNotFoundError:
+        return False
+    try:
+        marker = storage.read(f"{tag}/{MARKER}", NOTE)
+    except FileNotFoundError:
+        return True
+    ended, filling = (content.partition(b" ")[2] for content in (done, marker))
+    return not ended or not filling or ended == filling
+
+
+def _moved_away(storage: Storage, key: str) -> str:
+    """Move a directory to the trash and return its key there.
+
+    It is moved as a whole: a rank that wakes up in it must find all its files, or none.
+    """
+    away = unfinished_dir(key)
+    storage.remove(away)  # an earlier one
+    with suppress(FileNotFoundError):
+        storage.rename(key, away)
+    return away
+
+
+def _tag(storage: Storage, key: str) -> str | None:
+    """Return the tag that an intent names; None if the intent is gone, or damaged."""
+    try:
+        fields = read_note(storage, key)
+        return None if fields is None else validate_tag(fields["tag"])
+    except (MalformedFile, KeyError, ValueError):
+        return None

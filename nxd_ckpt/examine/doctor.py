@@ -21,7 +21,7 @@ from nxd_ckpt.examine.statistics import count_leaves, leaves_of
 from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
-from nxd_ckpt.loading.scheduled_rates import lacks_scheduled_rates
+from nxd_ckpt.loading.parts import lacks_scheduled_rates
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
 from nxd_ckpt.reshard.whole_tag import plain_values, rank_values
 from nxd_ckpt.tag.opened import OpenTag

@@ -1,4 +1,4 @@
-"""CRC-32 (the zip container's digest) of bytes, blocks and concatenations.
+"""CRC-32 (the zip container's digest) of bytes, blocks, concatenations, and plain data.
 
 The algebra: a CRC is a polynomial over GF(2) modulo P, and appending n bytes multiplies it by x^(8n). So the CRC of a
 concatenation follows from the CRCs and lengths of its parts (`combine`), and a file of a small header and gigabytes of
@@ -9,9 +9,11 @@ is the highest bit.
 from __future__ import annotations
 
 import ctypes
+import pickle
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import TypeAlias
+from io import BytesIO
+from typing import Any, TypeAlias
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
 
@@ -115,3 +117,35 @@ def combine_blocks(crcs: Sequence[int], nbytes: int) -> int:
     for index, crc in enumerate(crcs):
         whole = combine(whole, crc, min(BLOCK, nbytes - index * BLOCK))
     return whole
+
+
+def digest_of_value(value: Any) -> int:
+    """Return a digest that is equal for equal plain data."""
+    try:
+        return crc32(repr(_plain(value)).encode("utf-8", "surrogatepass"))
+    except RecursionError:  # it contains itself
+        return crc32(pickle.dumps(value))
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in a form whose text tells all of it, and nothing else."""
+    import numpy as np  # not at the top: commands that compare digests of files alone start without it
+
+    if isinstance(value, dict):
+        return type(value).__name__, [(_plain(key), _plain(child)) for key, child in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, list(map(_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value).__name__, sorted(map(repr, map(_plain, value)))
+    if isinstance(value, BytesIO):
+        return value.tell(), crc32(value.getbuffer())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())
+    if isinstance(value, (bytes, bytearray)):
+        return type(value).__name__, crc32(value)
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
+        return value
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return repr(value)

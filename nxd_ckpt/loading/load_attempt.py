@@ -40,16 +40,17 @@ from nxd_ckpt.loading.parts import (
     check_scheduler,
     demand,
     keeps_rates,
+    lacks_scheduled_rates,
     load_scheduler,
     own_content,
     part_names,
     refuse_forgotten,
     require_taken,
     warn_of_forgotten,
+    with_scheduled_rates,
 )
 from nxd_ckpt.loading.proof import Proof
 from nxd_ckpt.loading.replicas import SharedReads, delivery_of, open_shared_reads
-from nxd_ckpt.loading.scheduled_rates import lacks_scheduled_rates, with_scheduled_rates
 from nxd_ckpt.loading.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.loading.trees import LoadTrees
 from nxd_ckpt.options.execution import SavedNames

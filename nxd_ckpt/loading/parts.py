@@ -1,4 +1,9 @@
-"""Parts of a tag, and the loading of those beside model and optimizer."""
+"""Parts of a tag, and the loading of those beside model and optimizer.
+
+A scheduler may have set learning rates that its optimizer lacks. With expert parallelism NxD saves the param groups of
+the two inner optimizers of ZeRO-1, which get the scheduler's rates only at the next step. The rates that it set are
+only in the scheduler's own state. Conversions write what they read, so their results lack them too.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ from contextlib import suppress
 from copy import deepcopy
 from types import NoneType
 from typing import Any
+
+import torch
 
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
@@ -353,3 +360,34 @@ def _positions(opened: OpenTag) -> dict[Any, dict[int | None, Position]]:
         if number >= len(first_ranks) and all(map(is_complete, positions.values())):
             break
     return positions
+
+
+def lacks_scheduled_rates(opened: OpenTag) -> bool:
+    """Return whether the optimizer's learning rates in this tag may be those of the step before the scheduler's."""
+    from_nxd = opened.manifest is None or opened.manifest.is_converted
+    experts = opened.topology.ep > 1 and opened.parts.optimizer not in (None, "plain")
+    return from_nxd and experts and opened.parts.scheduler
+
+
+def with_scheduled_rates(tree: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """Return an optimizer's ``tree`` with the learning rates in the ``scheduler``'s state dict, if it has them."""
+    groups, rates = tree["param_groups"], _rates(scheduler)
+    if len(groups) == 2 * len(rates):  # experts have groups of their own
+        rates = [*rates, *rates]
+    if len(groups) != len(rates):
+        logger.warning("learning rates are those of the last step, as NxD saves them: the scheduler's state has none")
+        return tree
+    if scheduler.get("cycle_momentum"):
+        logger.warning("the momentum that the scheduler cycles is that of the last step, as NxD saves it")
+    return {**tree, "param_groups": list(map(_with_rate, groups, rates))}
+
+
+def _rates(scheduler: Any) -> list[float]:
+    """Return the scheduler's rate of each param group; none if its state has no rates."""
+    last = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
+    numbers = [rate.item() if isinstance(rate, torch.Tensor) and rate.numel() == 1 else rate for rate in last or ()]
+    return numbers if all(isinstance(number, (int, float)) for number in numbers) else []
+
+
+def _with_rate(group: dict[str, Any], rate: float) -> dict[str, Any]:
+    return {**group, "lr": rate} if "lr" in group else group

@@ -11,7 +11,7 @@ from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.suggestions import ShapeProblems
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
-from nxd_ckpt.formats.plain_digest import digest_of_value
+from nxd_ckpt.formats.crc32 import digest_of_value
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, form_of, is_tensor, iter_tensors, map_tensors
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.tag.files import MissingTensor

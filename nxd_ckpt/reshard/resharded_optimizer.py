@@ -15,8 +15,8 @@ from nxd_ckpt.core.reads import CutIndex, Read
 from nxd_ckpt.core.suggestions import first_of, left_out
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.formats.crc32 import digest_of_value
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP, restore_types
-from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, digest_of, form_of, is_tensor, iter_tensors
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled

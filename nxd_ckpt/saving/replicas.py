@@ -21,9 +21,8 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.errors import RanksDisagree
-from nxd_ckpt.formats.crc32 import block_crcs, crc32
+from nxd_ckpt.formats.crc32 import block_crcs, crc32, digest_of_value
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
-from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
 from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of

@@ -21,7 +21,7 @@ from nxd_ckpt.commit.publication import Publication, publication_of
 from nxd_ckpt.commit.session import Session, writing_slot
 from nxd_ckpt.commit.tier import Draining
 from nxd_ckpt.commit.voting import AttemptVotes
-from nxd_ckpt.coordination import intents, journal, lease
+from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import JOURNAL, staging_dir, verdict_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import Parts
@@ -355,7 +355,7 @@ class AttemptFiles:
     def make_room(self) -> None:
         """Remove this rank's files of a failed attempt: on a full disk even a vote needs their space.
 
-        Those of an attempt that was visible for a moment stay until that is undone for good, see coordination.intents.
+        Those of an attempt that was visible for a moment stay until that is undone for good, see coordination.journal.
         """
         storage, done = self.attempt.session.storage, f"{self.publication.folder}/{names.DONE}"
         if self.writer is not None and storage.renames and not storage.is_file(done):
@@ -405,7 +405,7 @@ class CollectedSave:
             if storage.is_file(JOURNAL):
                 return  # an unfinished swap, which the next process to open the directory finishes from these files
             session.require()
-            intents.clear(storage, staging_dir(self.publication.attempt), session.confirm)
+            journal.clear(storage, staging_dir(self.publication.attempt), session.confirm)
             journal.discard_trash(storage, session.run_id, session.confirm)
         except (OSError, CheckpointError) as error:  # the next job removes it
             logger.warning("could not clean up %s: %s", storage.url, error)

@@ -20,8 +20,8 @@ from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.names import SCHEDULER
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
+from nxd_ckpt.formats.crc32 import digest_of_value
 from nxd_ckpt.formats.image import Image
-from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.state import SaveState, State
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors

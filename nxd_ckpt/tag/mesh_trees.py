@@ -16,8 +16,8 @@ from nxd_ckpt.core.box import Box, is_tiling
 from nxd_ckpt.core.manifest import RankIndex, TensorEntry
 from nxd_ckpt.core.mesh import Layout, Mesh, MeshRecord, WholeTensor
 from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.crc32 import digest_of_value
 from nxd_ckpt.formats.optimizer_trees import options_of, restore_types
-from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.strides import noted
 from nxd_ckpt.formats.tensors import (
     Assembly,

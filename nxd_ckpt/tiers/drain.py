@@ -19,7 +19,7 @@ from nxd_ckpt.commit.publication import Publication, copy_publication, is_visibl
 from nxd_ckpt.commit.session import Session, open_session_alone
 from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.conversion.cp import copy_files
-from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import COPIES
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
@@ -326,10 +326,10 @@ def _noted(session: Session, tag: str) -> Iterator[None]:
     storage = session.storage
     for entry in storage.list(COPIES):
         if entry.name != tag:
-            intents.clear(storage, f"{COPIES}/{entry.name}", session.confirm)
+            journal.clear(storage, f"{COPIES}/{entry.name}", session.confirm)
     note = f"{COPIES}/{tag}"
     if not storage.renames:
-        intents.declare(storage, note, tag)
+        journal.declare(storage, note, tag)
     yield
     if not storage.renames:
         with suppress(OSError):  # the tag is complete, so a remaining note removes nothing

@@ -47,8 +47,8 @@ from nxd_ckpt.errors import (
     as_checkpoint_errors,
 )
 from nxd_ckpt.formats.assembly import box_of
+from nxd_ckpt.formats.crc32 import digest_of_value
 from nxd_ckpt.formats.memory import byte_view
-from nxd_ckpt.formats.plain_digest import digest_of_value
 from nxd_ckpt.formats.stored_tensors import read_tensor
 from nxd_ckpt.formats.tensors import dtype_name, form_of
 from nxd_ckpt.formats.torch_zip import read_tree

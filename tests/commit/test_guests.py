@@ -15,7 +15,7 @@ import nxd_ckpt
 import nxd_ckpt.verify
 from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
-from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import JOURNAL, STAGING, staging_dir
 from nxd_ckpt.coordination.guests import bring
 from nxd_ckpt.core import names
@@ -206,7 +206,7 @@ def test_in_a_store_they_stay_where_they_are(tmp_path: Path) -> None:
         checkpointer.save("a", MODEL)
         storage.write("a/tokenizer/vocab.txt", b"theirs")
         checkpointer.save("a", MODEL, overwrite=True)
-    intents.declare(storage, staging_dir("dead-1"), "b")
+    journal.declare(storage, staging_dir("dead-1"), "b")
     for name in ("config.json", "scheduler.pt"):
         storage.write(f"b/{name}", b"theirs")
     with nxd_ckpt.Checkpointer("run", storage=storage) as checkpointer:

@@ -16,7 +16,7 @@ from nxd_ckpt.commit.publication import (
     publication_of,
 )
 from nxd_ckpt.commit.voting import AttemptVotes
-from nxd_ckpt.coordination import intents, journal
+from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import COPIES, STAGING, TRASH, outcome_file, staging_dir
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.core.tags import order_text
@@ -137,7 +137,7 @@ def test_a_tag_in_place_is_there_with_done(store: MemoryStorage) -> None:
     one = InPlace(ATTEMPT, TAG)
     one.begin(session(store))
     assert TAG == one.folder
-    assert [ATTEMPT] == intents.saves_of(store, TAG)
+    assert [ATTEMPT] == journal.saves_of(store, TAG)
     assert f"1 {ATTEMPT}".encode() == store.read(f"{TAG}/{MARKER}")
     written(store, one)
     assert not is_visible(store, TAG, ATTEMPT)
@@ -229,12 +229,12 @@ def test_remains_of_an_earlier_save_are_removed_once_nobody_writes(
     monkeypatch.setattr(AttemptVotes, "report_progress", lambda votes, rank, _: told.append((votes.attempt, rank)))
     monkeypatch.setattr(AttemptVotes, "await_votes", await_votes)
     for attempt in ("run-1", "other-7"):
-        intents.declare(store, staging_dir(attempt), TAG)
+        journal.declare(store, staging_dir(attempt), TAG)
     for name in ("scheduler.pt", "strange"):
         store.write(f"{TAG}/{name}", b"remains")
     InPlace(ATTEMPT, TAG).begin(session(store))
     assert (["run-1"], [(ATTEMPT, 0)]) == (waited, told)
-    assert [ATTEMPT] == intents.saves_of(store, TAG)
+    assert [ATTEMPT] == journal.saves_of(store, TAG)
     assert (False, True) == (store.is_file(f"{TAG}/scheduler.pt"), store.is_file(f"{TAG}/strange"))
 
 
@@ -242,10 +242,10 @@ def test_a_rank_that_still_writes_is_not_swept(store: MemoryStorage, monkeypatch
     """The save is refused instead."""
     monkeypatch.setattr(AttemptVotes, "report_progress", lambda *_: None)
     monkeypatch.setattr(AttemptVotes, "await_votes", lambda *_: False)
-    intents.declare(store, staging_dir("run-1"), TAG)
+    journal.declare(store, staging_dir("run-1"), TAG)
     with pytest.raises(SaveFailed, match="not all ranks have left it after 0 s"):
         InPlace(ATTEMPT, TAG).begin(session(store))
-    assert ["run-1"] == intents.saves_of(store, TAG)
+    assert ["run-1"] == journal.saves_of(store, TAG)
 
 
 def test_a_tag_that_another_job_claims_is_its(store: MemoryStorage) -> None:
@@ -380,7 +380,7 @@ def test_a_tag_in_place_is_retired_by_its_done(store: MemoryStorage) -> None:
     InPlace(ATTEMPT, TAG).retire(session(store), "old")
     assert (False, True) == (store.is_file(f"old/{DONE}"), store.is_file(f"old/{MANIFEST}"))
     (intent,) = store.list(TRASH)
-    intents.clear(store, f"{TRASH}/{intent.name}", lambda: True)
+    journal.clear(store, f"{TRASH}/{intent.name}", lambda: True)
     assert not store.is_dir("old")
 
 

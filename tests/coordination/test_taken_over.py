@@ -11,7 +11,7 @@ import pytest
 
 from nxd_ckpt.commit.publication import InPlace, Publication, Staged, is_visible
 from nxd_ckpt.commit.retention import retire_unpinned
-from nxd_ckpt.coordination import intents
+from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import COPIES, PINS, STAGING, TRASH, VOTES, staging_dir, unfinished_dir
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
@@ -66,7 +66,7 @@ def test_a_rank_whose_files_were_moved_away_does_not_vote_for_them(disk: LocalSt
     written(disk, one)
     index = RankIndex(Coordinates(), {MODEL: FileEntry(3, 0)}, ())
     write_index(disk, one, "index/x.json", index)
-    intents.clear(disk, one.folder, lambda: True)
+    journal.clear(disk, one.folder, lambda: True)
     with pytest.raises(DirectoryInUse, match=f"{MODEL} was written, and is gone"):
         write_index(disk, one, "index/x.json", index)
 
@@ -110,7 +110,7 @@ def test_in_place_it_is_the_take_over_that_is_told(store: MemoryStorage) -> None
 
 def test_uploads_are_not_ended_after_a_take_over(store: MemoryStorage) -> None:
     """Not if it happened while what is left of an earlier save was removed either."""
-    intents.declare(store, staging_dir("other-7"), TAG)
+    journal.declare(store, staging_dir("other-7"), TAG)
     store.write(f"{TAG}/{MODEL}", b"remains")
     upload = store.create(f"{TAG}/{OTHER}", 3)
     with pytest.raises(DirectoryInUse):
@@ -199,7 +199,7 @@ def test_what_was_staged_is_moved_away_at_once(disk: LocalStorage, place: str) -
         for name in ("a", "b/c"):
             disk.write(f"{place}/{name}", b"1")
         disk.write(f"{unfinished_dir(place)}/x", b"1")
-        intents.clear(HookedStorage(disk, log.append), place, lambda: True)
+        journal.clear(HookedStorage(disk, log.append), place, lambda: True)
         assert (False, []) == (disk.is_dir(place), disk.list(TRASH))
     changes = [done.key for done in log if done.name in ("rename", "remove")]
     assert [unfinished_dir(place), f"{place} -> {unfinished_dir(place)}", unfinished_dir(place)] * 2 == changes
@@ -208,10 +208,10 @@ def test_what_was_staged_is_moved_away_at_once(disk: LocalStorage, place: str) -
 def test_an_intent_is_not_finished_by_a_job_that_was_taken_over(store: MemoryStorage) -> None:
     """Its successor may be saving that tag by now: all of it stays, and the intent."""
     store.write(f"{TAG}/{MODEL}", b"1")
-    intents.declare(store, staging_dir(ATTEMPT), TAG)
+    journal.declare(store, staging_dir(ATTEMPT), TAG)
     with pytest.raises(DirectoryInUse):
-        intents.clear(store, staging_dir(ATTEMPT), session(store, TAKEN).confirm)
-    intents.clear(store, staging_dir(ATTEMPT), lambda: False)
+        journal.clear(store, staging_dir(ATTEMPT), session(store, TAKEN).confirm)
+    journal.clear(store, staging_dir(ATTEMPT), lambda: False)
     assert [staging_dir(ATTEMPT), f"{TAG}/{MODEL}"] == store.keys
 
 
@@ -224,8 +224,8 @@ def test_what_comes_into_a_tag_while_an_intent_is_finished_stays(store: MemorySt
         return True
 
     store.write(f"{TAG}/{MODEL}", b"unfinished")
-    intents.declare(store, staging_dir(ATTEMPT), TAG)
-    intents.clear(store, staging_dir(ATTEMPT), save)
+    journal.declare(store, staging_dir(ATTEMPT), TAG)
+    journal.clear(store, staging_dir(ATTEMPT), save)
     assert b"old" == store.read(f"{TAG}/{MODEL}")
 
 
@@ -235,8 +235,8 @@ def test_a_done_of_another_attempt_completes_no_tag(store: MemoryStorage, ended:
     which names no attempt, completes one."""
     for name, content in ((MARKER, "1 run-1"), (MODEL, "1"), (DONE, ended)):
         store.write(f"{TAG}/{name}", content.encode())
-    intents.declare(store, staging_dir("run-1"), TAG)
-    intents.clear(store, staging_dir("run-1"), lambda: True)
+    journal.declare(store, staging_dir("run-1"), TAG)
+    journal.clear(store, staging_dir("run-1"), lambda: True)
     assert (3 if stays else 0) == len(store.keys)
 
 

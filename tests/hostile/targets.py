@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from nxd_ckpt import Checkpointer, checkpoint_statistics, open_checkpoint
-from nxd_ckpt.coordination import intents, journal, lease
+from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import HEARTBEAT, JOURNAL, LEASE, staging_dir, statistics_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpNames
@@ -131,8 +131,8 @@ def _journal(data: bytes) -> None:
 
 def _intent(data: bytes) -> None:
     storage = _holding({staging_dir("run-1"): data, f"half/{MARKER}": b"1"}, renames=False)
-    intents.saves_of(storage, "step_3")
-    intents.clear(storage, staging_dir("run-1"), lambda: True)
+    journal.saves_of(storage, "step_3")
+    journal.clear(storage, staging_dir("run-1"), lambda: True)
     assert storage.is_file(f"step_3/{DONE}")
 
 

@@ -29,7 +29,7 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.commit import commit
 from nxd_ckpt.commit import retention as save_retention
-from nxd_ckpt.coordination import control_files, intents, journal
+from nxd_ckpt.coordination import control_files, journal
 from nxd_ckpt.coordination.control_files import TRASH, pin, trash_file
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import MANIFEST
@@ -345,7 +345,7 @@ def test_what_is_being_removed_is_not_pinned(monkeypatch: pytest.MonkeyPatch) ->
     """In a store, it is announced before it is gone: rules may not see a pin that comes later."""
     store = MemoryStorage()
     save_all(store)
-    intents.declare(store, ".nxd_ckpt/trash/run-1-0", "step_2")
+    journal.declare(store, ".nxd_ckpt/trash/run-1-0", "step_2")
     monkeypatch.setattr(prune, "open_storage", lambda path, storage_options: store)
     pin_checkpoint("memory://run", "step_1")
     with pytest.raises(CheckpointNotFound, match="step_2 is being removed by the rules of a job"):

@@ -29,8 +29,7 @@ from tests.simulation.schedule import Schedule, run
 from tests.simulation.store_schedule import StoreSchedule
 from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 
-_JOURNAL, _LEASE = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease"))
-_INTENTS, _GUESTS = "nxd_ckpt/coordination/intents.py", "nxd_ckpt/coordination/guests.py"
+_JOURNAL, _LEASE, _GUESTS = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "guests"))
 _MANIFEST = "nxd_ckpt/core/manifest.py"
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
 _BEGINNING, _BALLOT, _SAVED_FILES = (f"nxd_ckpt/saving/{name}.py" for name in ("save_attempt", "ballot", "writing"))
@@ -243,7 +242,7 @@ BREAKS = [
     Break(
         "Undone save removed before its name is gone for good", "an undone save",
         {
-            _INTENTS: (
+            _JOURNAL: (
                 '            storage.sync_dir("")\n    storage.remove(key)\n',
                 "            pass\n    storage.remove(key)\n",
             )
@@ -329,7 +328,7 @@ BREAKS = [
     ),
     Break(
         "Save in place declares no intent", "store",
-        {_PUBLICATION: ("        intents.declare(storage, staging_dir(self.attempt), self.tag)\n", "")},
+        {_PUBLICATION: ("        journal.declare(storage, staging_dir(self.attempt), self.tag)\n", "")},
     ),
     Break(
         "Dead job's uploads not removed", "store",
