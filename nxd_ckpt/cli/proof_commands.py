@@ -129,15 +129,20 @@ VERIFY = Command(
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from nxd_ckpt.examine.doctor import examine_checkpoint
+    from nxd_ckpt.checkpoint import open_checkpoint
+    from nxd_ckpt.examine.doctor import examine_alone, examine_checkpoint
     from nxd_ckpt.tag.identity import of_latest
 
     if args.alone and args.before is not None:
         raise argparse.ArgumentTypeError("--alone examines one tag: leave out BEFORE")
 
     def examine() -> Examination:
-        after, before = _open_tags(args)
-        return examine_checkpoint(after, before=before, progress=not args.quiet)
+        directory, tag, options = located(args.tag, args)
+        after, progress = open_checkpoint(directory, tag, **opening(args, options)), not args.quiet
+        try:
+            return examine_checkpoint(after, before=_open_before(args, after), progress=progress)
+        except CorruptCheckpoint as error:  # of the tag before, which cannot be opened
+            return examine_alone(after, error, progress=progress)
 
     examination = of_latest(True, examine)
     document = {"ok": bool(examination), **asdict(examination)}
@@ -147,20 +152,17 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _open_tags(args: argparse.Namespace) -> tuple[Checkpoint, Checkpoint | None]:
-    """Open the tag and the one before it, unless there is none or --alone is given."""
+def _open_before(args: argparse.Namespace, after: Checkpoint) -> Checkpoint | None:
+    """Open the tag before, unless there is none or --alone is given."""
     from nxd_ckpt.checkpoint import open_checkpoint
     from nxd_ckpt.tag.listing import tag_before
 
-    directory, tag, options = located(args.tag, args)
-    after = open_checkpoint(directory, tag, **opening(args, options))
-    if args.before is not None:
-        directory, earlier, options = located(args.before, args)
-    else:
-        earlier = None if args.alone else tag_before(after.opened)
-        if earlier is None:
-            return after, None
-    return after, open_checkpoint(directory, earlier, **opening(args, options))
+    directory, tag, options = located(args.tag if args.before is None else args.before, args)
+    if args.before is None:
+        tag = None if args.alone else tag_before(after.opened)
+        if tag is None:
+            return None
+    return open_checkpoint(directory, tag, **opening(args, options))
 
 
 _SHOWN = 3

@@ -16,7 +16,7 @@ class Finding:
 
     Attributes:
         kind: a keyword for programs: "values", "steps", "weights", "ties", "groups", "scheduler", "position", "parts",
-            "files", "loss" and others of `ResumeProbe`.
+            "files", "before", "loss" and others of `ResumeProbe`.
         severity: "problem" cannot occur in a correct run; "doubt" may have a good reason.
         what: the tensor, value or part.
         message: what was expected and what was found.

@@ -13,7 +13,14 @@ from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import CorruptCheckpoint, OptimizerMismatch, PartLost, PartNotFound, as_checkpoint_errors
+from nxd_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    OptimizerMismatch,
+    PartLost,
+    PartNotFound,
+    as_checkpoint_errors,
+)
 from nxd_ckpt.examine import counters
 from nxd_ckpt.examine.counters import Progress, whole_number
 from nxd_ckpt.examine.diff import same_digests
@@ -80,11 +87,21 @@ def examine_checkpoint(
     try:
         examination = _Doctor(before, checkpoint).result(progress)
     except (CorruptCheckpoint, PartLost) as error:
+        if before is not None:
+            return examine_alone(checkpoint, error, progress=progress)
         damage = problem("files", checkpoint.opened.where, str(error))
-        examination = Examination(checkpoint.opened.where, _where(before), None, None, (damage,), 0, 0, ())
+        examination = Examination(checkpoint.opened.where, None, None, None, (damage,), 0, 0, ())
     for tag in checkpoints:
         tag.opened.require_unchanged()
     return replace(examination, as_recorded=all(tag.as_recorded for tag in checkpoints))
+
+
+def examine_alone(checkpoint: Checkpoint, error: CheckpointError, *, progress: bool) -> Examination:
+    """Examine a tag by itself, because of an ``error`` of reading it or the tag before, which is a problem."""
+    alone = examine_checkpoint(checkpoint, progress=progress)
+    if any(finding.message == str(error) for finding in alone.findings):  # it is the tag's own
+        return alone
+    return replace(alone, findings=(problem("before", "the tag before", str(error)), *alone.findings))
 
 
 class _Doctor:

@@ -101,3 +101,26 @@ def test_a_damaged_tag_is_named_once(run: Path, tmp_path: Path, capsys: pytest.C
     assert f"problem: {tmp_path}/step_1: model/{file.name}" in out
     assert "0 tensors" not in out
     assert f"no tensor was examined; nxd-ckpt verify {tmp_path}/step_1 lists what is damaged" in out
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "index", "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt"])
+def test_a_damaged_tag_before_does_not_hide_the_tag(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    """It is a problem, which names it, and the tag is examined by itself: nothing is called damaged but the other."""
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "step_2" / lost
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if lost == "manifest.json":
+        path.write_text("{broken")
+    assert 1 == main(["doctor", str(tmp_path / "run"), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    before, own = document["findings"]
+    assert ("before", "problem", "values") == (before["kind"], before["severity"], own["kind"])
+    assert str(path) in before["message"]
+    assert (document["tag"], 3) == (f"{tmp_path}/run/step_3", document["step"])
+    assert 1 == main(["doctor", str(tmp_path / "run" / "step_2"), str(tmp_path / "run" / "step_3")])
+    out = capsys.readouterr().out
+    assert f"problem: the tag before: {path}" in out
+    assert "step 3; examined by itself" in out
+    assert "were read and verified" in out
