@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torchtitan.tools.utils import GarbageCollection
 
+from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.core.tags import in_order
+from nxd_ckpt.errors import CheckpointError, PartNotFound
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
@@ -155,7 +157,10 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         if from_hf or not _is_tag(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        load(state_dict, storage_reader=StorageReader(checkpoint_id, model_key="", optim_key=OPTIMIZER))
+        reader = StorageReader(checkpoint_id, model_key="", optim_key=OPTIMIZER)
+        if OPTIMIZER in state_dict:
+            reader.refusal = _refusal(checkpoint_id)
+        load(state_dict, storage_reader=reader)
         self.states[MODEL].load_state_dict(state_dict)
 
     def close(self) -> None:
@@ -189,6 +194,19 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
 
     def _purge_stale_checkpoints(self) -> None:
         """Do nothing: each save has removed the surplus tags."""
+
+
+def _refusal(tag: str) -> PartNotFound | None:
+    """Return why no run goes on from this tag: it may hold the model alone."""
+    try:
+        if open_checkpoint(tag).parts.optimizer is not None:
+            return None
+    except CheckpointError:  # the load raises it, on all ranks
+        return None
+    return PartNotFound(
+        f"{tag} holds the model alone, as with last_save_model_only=True, so no run goes on from it. Load an earlier "
+        f"step (load_step), or begin another run with its weights (initial_load_path={tag!r}, and another folder)"
+    )
 
 
 def _is_tag(path: str) -> bool:

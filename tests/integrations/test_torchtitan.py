@@ -94,6 +94,13 @@ def test_the_last_save_is_the_model_in_the_export_dtype(tmp_path: Path, pool: Ra
     load_checkpoint(tmp_path / "checkpoint", "step-3", model)
 
 
+def test_a_run_that_goes_on_from_the_model_alone_is_told_so(tmp_path: Path, pool: RankPool) -> None:
+    """And how: torch's own error names the first key that is missing."""
+    for [error] in pool.run(titan.after_the_last_save, tmp_path):
+        assert "step-3 holds the model alone, as with last_save_model_only=True" in error
+        assert "load_step" in error
+
+
 @pytest.mark.parametrize("hf", [False, True])
 def test_a_run_begins_with_a_model_of_others(hf: bool, tmp_path: Path, pool: RankPool) -> None:
     """``initial_load_path``: a tag that ``save_checkpoint`` wrote, or with ``initial_load_in_hf`` safetensors."""

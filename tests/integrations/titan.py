@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -276,6 +277,18 @@ def continued(rank: int, directory: Path) -> list[Any]:
 def last_save(rank: int, directory: Path) -> list[tuple[float, float]]:
     """The last save holds the model alone, in another dtype."""
     return Training(rank, directory, export_dtype="bfloat16", last_save_model_only=True).run(3, last=True)
+
+
+def after_the_last_save(rank: int, directory: Path) -> list[str]:
+    """The error of a run that is to go on from a tag of the model alone; and an earlier step, which loads."""
+    Training(rank, directory, last_save_model_only=True).run(3, last=True)
+    again = Training(rank, directory)
+    try:
+        again.manager.load()
+    except CheckpointException as error:
+        assert again.manager.load(step=2)
+        return [str(error)]
+    return []
 
 
 class Replica:
