@@ -214,6 +214,7 @@ _ADVICE = {
     errno.EROFS: "choose a directory on a disk that can be written to",
     errno.ENOSPC: "free space there, or keep fewer checkpoints (num_kept_ckpts=, retain=)",
     errno.EDQUOT: "free space there, or have the quota raised",
+    errno.ENAMETOOLONG: "choose a shorter path",
     errno.EACCES: "choose a directory that this user may write to",
 }
 

@@ -20,7 +20,7 @@ from nxd_ckpt.storage.local_files import (
     LocalReader,
     LocalWriter,
     duplicate,
-    kind_of,
+    in_the_way,
     open_regular,
     overwrite,
     stat_of,
@@ -76,10 +76,9 @@ class LocalStorage(Storage):
     def is_file(self, key: str) -> bool:
         return stat.S_ISREG(_mode(self._at(key)))
 
-    def kind(self, key: str) -> str | None:
-        """Return the kind in words: a file, a FIFO, a device, ...; None if nothing is there or it cannot be looked at.
-        """
-        return kind_of(self._at(key))
+    def in_the_way(self, key: str) -> str | None:
+        """Return what lies where the directory should be, as "/data/run is a file"; None if nothing does."""
+        return in_the_way(self._at(key))
 
     def list(self, key: str = "") -> list[DirEntry]:
         path = self._at(key)
@@ -90,8 +89,7 @@ class LocalStorage(Storage):
             return []
         except OSError as error:
             if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                kind = self.kind(key) or "a file"
-                raise MalformedFile(f"{path} is {kind}, expected a directory") from error
+                raise MalformedFile(f"{in_the_way(path) or f'{path} is a file'}, expected a directory") from error
             raise
 
     def write(self, key: str, data: bytes) -> None:
@@ -370,9 +368,14 @@ def _make_dir(path: str) -> None:
         os.mkdir(path)
     except FileNotFoundError:
         raise
-    except OSError:  # of several errors a system may tell another than that it exists
-        if not os.path.isdir(path):
+    except OSError as error:  # of several errors a system may tell another than that it exists
+        if os.path.isdir(path):
+            return
+        obstacle = in_the_way(path)
+        if obstacle is None:
             raise
+        advice = "move it away, or choose another path"
+        raise type(error)(error.errno, f"{obstacle}, expected a directory: {advice}") from error
 
 
 def _refuse_link(folder: str) -> bool:

@@ -51,13 +51,16 @@ def stat_of(path: Path | str, *kinds: int) -> os.stat_result:
         raise _of_path(error, path) from error
 
 
-def kind_of(path: str) -> str | None:
-    """Return the kind in words; None if nothing is there, or it cannot be looked at."""
+def in_the_way(path: str) -> str | None:
+    """Return what lies where a directory should be, itself or one above: "/data/run is a file"; None if nothing does.
+    """
+    place = next(filter(os.path.lexists, (path, *map(str, Path(path).parents))), None)
+    if place is None or os.path.isdir(place):
+        return None
     try:
-        status = os.stat(path)
+        return f"{place} is {_KINDS.get(stat.S_IFMT(os.stat(place).st_mode), 'something else')}"
     except OSError:
-        return "a link that leads nowhere" if os.path.islink(path) else None
-    return _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        return f"{place} is a link that leads nowhere"
 
 
 def _checked(status: os.stat_result, path: Path | str, *kinds: int) -> os.stat_result:

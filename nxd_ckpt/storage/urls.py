@@ -91,10 +91,12 @@ def options_for(path: StrPath, options: StorageOptions | None) -> StorageOptions
 def local_path(path: StrPath) -> str:
     """Return the path of a local directory, given as itself (``~`` is expanded) or as a ``file://`` URL.
 
-    Raises InvalidArgument for another host, and for a URL that pathlib mangled into a path: it must not become a
-    directory.
+    Raises InvalidArgument for a NUL, for another host, and for a URL that pathlib mangled into a path: it must not
+    become a directory.
     """
     text = os.fspath(path)
+    if "\0" in text:
+        raise InvalidArgument(f"{text!r} holds a NUL, which no path may")
     if not _scheme(text):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)", text):
             raise InvalidArgument(f"{text!r} is a URL that lost a slash when it became a path; pass URLs as strings")

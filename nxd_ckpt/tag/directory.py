@@ -144,9 +144,11 @@ def require_directory(storage: Storage, key: str = "", what: str = "checkpoint d
     if storage.is_dir(key):
         return
     where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
-    kind = "a file" if storage.is_file(key) else storage.kind(key) if isinstance(storage, LocalStorage) else None
-    if kind is not None:
-        raise CheckpointNotFound(f"{where} is {kind}, expected a directory: the {what}")
+    obstacle = f"{where} is a file" if storage.is_file(key) else None
+    if isinstance(storage, LocalStorage):
+        obstacle = storage.in_the_way(key)
+    if obstacle is not None:
+        raise CheckpointNotFound(f"{obstacle}, expected a directory: the {what}")
     raise CheckpointNotFound(f"{what} {where} does not exist{_meant(storage, key)}")
 
 
@@ -332,9 +334,14 @@ def describe_incomplete(storage: Storage) -> str:
 
 
 def other_content(storage: Storage) -> str:
-    """Return what a directory without tags is itself, or holds further below, to end a warning; "" if neither."""
+    """Return what a directory without tags is itself, or holds further below, to end a warning; "" if neither.
+
+    If it does not exist, and a directory of a similar name does, that may be meant.
+    """
     try:
-        kind = _describe_other_kind(storage) or described_below(storage) if storage.is_dir("") else None
+        if not storage.is_dir(""):
+            return _meant(storage, "")
+        kind = _describe_other_kind(storage) or described_below(storage)
     except (OSError, CheckpointError):
         kind = None
     return "" if kind is None else f", but {kind}"

@@ -160,6 +160,12 @@ def _load_with(**options: Any) -> None:
     load_checkpoint("run", "t", {}, **options)
 
 
+def _in_the_way(path: str, call: Callable[..., Any] = save_checkpoint, *arguments: Any) -> None:
+    save_checkpoint("from", "run", STATE)
+    Path("run").write_text("a log")
+    call(path, *(arguments or (1, STATE)) if call is save_checkpoint else arguments)
+
+
 dtype, device = torch.set_default_dtype, torch.set_default_device
 
 WORKS = None
@@ -193,6 +199,23 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
     ),
     "a forgotten close": (_forgotten_close, WORKS, ""),
     "two handles": (_two_handles, DirectoryInUse, r"this process already saves here.*close_checkpointers\(\)"),
+    "a file as the directory": (
+        lambda: _in_the_way("run"), StorageError, "/run is a file, expected a directory: move it away, or choose",
+    ),
+    "a directory below a file": (
+        lambda: _in_the_way("run/a/b"), StorageError, "/run is a file, expected a directory: move it away, or choose",
+    ),
+    "a load from below a file": (
+        lambda: _in_the_way("run/a", load_checkpoint, None, {}), CheckpointNotFound, "/run is a file, expected a dir",
+    ),
+    "a conversion to below a file": (
+        lambda: _in_the_way("run/a", lambda path: convert("from/run", path, to="files")),
+        CheckpointError,
+        "/run is a file, expected a directory",
+    ),
+    "a NUL": (lambda: save_checkpoint("r\0n", 1, STATE), InvalidArgument, r"^'r\\x00n' holds a NUL, which no path may"),
+    "a NUL in a load": (lambda: load_checkpoint("r\0n", 1, {}), InvalidArgument, "holds a NUL, which no path may"),
+    "a long name": (lambda: save_checkpoint("r" * 300, 1, STATE), StorageError, "too long.*; choose a shorter path"),
     "a wrong directory": (lambda: load_checkpoint("rnu", None, {}), CheckpointNotFound, "rnu does not exist"),
     "another size of the model": (_another_model, ShapeMismatch, r"weight: saved with shape .*, the live one has"),
     "another number of ranks": (_another_number_of_ranks, TopologyMismatch, r"w: .*is not known; pass partitions="),

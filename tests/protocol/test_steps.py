@@ -177,17 +177,18 @@ def test_a_run_begins_at_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "what"),
     [
-        ("run/step_1", "it is itself a tag: load_checkpoint("),
-        ("run/step_1/model", "it is a part of the tag {path}/run/step_1: name that"),
-        (".", "it is none itself, but it holds 'run': it holds tags: nxd-ckpt list {path}/run"),
-        ("weights", "it is a model in Hugging Face's form"),
-        ("logs", None),
+        ("run/step_1", ", but it is itself a tag: load_checkpoint("),
+        ("run/step_1/model", ", but it is a part of the tag {path}/run/step_1: name that"),
+        (".", ", but it is none itself, but it holds 'run': it holds tags: nxd-ckpt list {path}/run"),
+        ("rum", "; did you mean {path}/run?"),
+        ("weights", ", but it is a model in Hugging Face's form"),
+        ("logs", ""),
     ],
 )
 def test_a_run_that_begins_beside_its_checkpoints_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, what: str | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, what: str
 ) -> None:
-    """A path a level too high or too low, and weights of others: the warning says what the directory is."""
+    """A path a level too high or too low, a typo, and weights of others: the warning says what the directory is."""
     save_checkpoint(tmp_path / "run", "step_1", state(1))
     close_checkpointers()
     for folder, file in (("weights", "config.json"), ("weights", "model.safetensors"), ("logs", "events.txt")):
@@ -196,9 +197,8 @@ def test_a_run_that_begins_beside_its_checkpoints_says_so(
     with Checkpointer(tmp_path / place) as saver:
         assert 0 == saver.load_latest(state(0))
     [warning] = [record.getMessage() for record in caplog.records]
-    expected = "" if what is None else f", but {what.format(path=tmp_path)}"
-    assert f"there is no checkpoint: the run begins at step 0{expected}" in warning
-    assert (what is None) == warning.endswith("step 0")
+    assert f"there is no checkpoint: the run begins at step 0{what.format(path=tmp_path)}" in warning
+    assert (not what) == warning.endswith("step 0")
 
 
 @pytest.mark.parametrize(
