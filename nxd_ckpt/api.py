@@ -32,6 +32,7 @@ from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerO
 from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
+from nxd_ckpt.tag.directory import is_tag
 from nxd_ckpt.tiers.tiers import Tiers
 
 _Key = tuple[str, Topology]
@@ -189,16 +190,17 @@ def has_checkpoint(
     storage_options: StorageOptions | None = None,
     tiers: Sequence[Tier] | None = None,
 ) -> bool:
-    """Return whether the directory, or any of the ``tiers``, holds a complete checkpoint.
+    """Return whether the directory, or any of the ``tiers``, holds a complete tag, or is one.
 
-    It is the one that ``load_checkpoint(tag=None)`` would load. If the first tier is per host, all ranks call this.
+    It is the one that ``load_checkpoint(tag=None)`` would load; files of other forms, which that reads too, do not
+    count. If the first tier is per host, all ranks call this.
 
     Raises PartLost, like the load, if every complete one lost files with a host.
     """
     directory = _directory(checkpoint_dir_str, path, tiers)
     places = Tiers(directory, tiers, None, CheckpointerOptions(storage_options=storage_options))
     if not places.per_host:
-        return places.have_checkpoint(None)
+        return places.have_checkpoint(None) or (places.place is not None and is_tag(places.first))
     topology = default_topology()
     return places.have_checkpoint(meet(topology.rank, topology.world_size, DEFAULT_TIMEOUT, "has_checkpoint"))
 

@@ -20,6 +20,7 @@ from nxd_ckpt import (
     close_checkpointers,
     convert,
     diff_checkpoints,
+    has_checkpoint,
     load_checkpoint,
     load_keys,
     open_checkpoint,
@@ -465,3 +466,16 @@ def test_ranks_take_their_shards(gloo_ranks: RankPool, tmp_path: Path) -> None:
     for sources, with_optimizer in ((WITH_OPTIMIZER, True), (MODEL_ONLY, False)):
         written = [write(tmp_path / name, trained()) for name, write in sources.items()]
         assert 4 * [len(written) * [[]]] == gloo_ranks.run(loaded_by_ranks, [*map(str, written)], with_optimizer)
+
+
+def test_a_tag_is_a_checkpoint_by_its_path(tmp_path: Path) -> None:
+    """For ``has_checkpoint`` too, as load takes it; weights of others in a run's directory are none to resume from."""
+    model, optimizer, _ = trained()
+    with Checkpointer(tmp_path / "run") as saver:
+        saver.save("step_3", model, optimizer)
+    convert(tmp_path / "run" / "step_3", tmp_path / "step_3.tar")
+    save_file(dict(model.state_dict()), tmp_path / "model.safetensors")
+    (tmp_path / "begun" / "model").mkdir(parents=True)
+    (tmp_path / "begun" / "checkpoint").write_text("1")
+    paths = ("run", "run/step_3", "run/step_3/", "step_3.tar", "run/step_3/model", "begun", ".", "absent")
+    assert [True] * 4 + [False] * 4 == [has_checkpoint(f"{tmp_path}/{path}") for path in paths]
