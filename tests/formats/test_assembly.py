@@ -11,6 +11,7 @@ from nxd_ckpt.core.box import Box, boxes_of_run
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.formats import assembly
 from nxd_ckpt.formats.assembly import blocks_of
+from nxd_ckpt.formats.memory import copy_values
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Fragment,
@@ -104,3 +105,31 @@ def test_blocks_of_a_part_are_those_that_its_bytes_lie_in() -> None:
     assert [0, 1] == list(blocks_of(Fragment(stub, some_rows, some_rows.shifted((1023, 0)))))
     assert [0, 1, 2, 3] == list(blocks_of(Fragment(stub, some_columns, some_columns.shifted((0, 5)))))
     assert [0, 1] == list(blocks_of(Fragment(stub, some_rows, some_rows.shifted((1023, 0))).permuted((1, 0))))
+
+
+@pytest.mark.parametrize(
+    ("shape", "saved", "wanted"),
+    [
+        ((512, 1280), torch.bfloat16, torch.bfloat16),
+        ((300, 1280), torch.float32, torch.bfloat16),
+        ((1, 3, 257, 1, 512), torch.int16, torch.int16),
+        ((512, 300), torch.bfloat16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("is_target", [True, False])
+def test_a_transposed_copy_has_torchs_values(
+    shape: tuple[int, ...], saved: torch.dtype, wanted: torch.dtype, is_target: bool
+) -> None:
+    """Either side is transposed, and the other a part of more columns; what is beside the target stays."""
+    values = torch.arange(torch.Size(shape).numel()).remainder(251).view(shape)
+    wide = torch.zeros(*shape[:-1], shape[-1] + 256, dtype=saved)
+    wide[..., : shape[-1]] = values
+    source = wide[..., : shape[-1]]
+    around = torch.full((*shape[:-2], shape[-1], shape[-2] + 256), -1, dtype=wanted)
+    target = around[..., : shape[-2]]
+    if is_target:
+        copy_values(target.mT, source)
+    else:
+        copy_values(target, source.mT)
+    assert torch.equal(values.mT.to(wanted), target)
+    assert (around[..., shape[-2] :] == -1).all()
