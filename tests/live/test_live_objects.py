@@ -13,6 +13,7 @@ from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.support.stateful import Extra
 
 
 class Summed(torch.nn.Module):
@@ -43,27 +44,13 @@ def test_extra_state_comes_after_the_weights(tmp_path: Path, verify: Any) -> Non
     assert ["weight", "_extra_state"] == list(filled)
 
 
-class Kept(torch.nn.Module):
-    """Extra state as it is given."""
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-
-    def get_extra_state(self) -> Any:
-        return self.state
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
-
-
 @pytest.mark.parametrize("use_xser", [False, True])
 def test_extra_state_comes_back_in_its_own_types(tmp_path: Path, use_xser: bool) -> None:
     """An OrderedDict came back as a dict, and a tuple called betas as a list, as NxD has them in its own states."""
-    model = Kept(OrderedDict(b=1, a=OrderedDict(t=torch.ones(2)), betas=(0.9, 0.95)))
+    model = Extra(OrderedDict(b=1, a=OrderedDict(t=torch.ones(2)), betas=(0.9, 0.95)))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save("one", model, use_xser=use_xser)
-        live = Kept(None)
+        live = Extra()
         checkpointer.load("one", live)
     assert repr(model.state) == repr(live.state)
 

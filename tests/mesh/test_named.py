@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from nxd_ckpt import Checkpointer
 from tests.mesh import jobs
 from tests.support.rank_pool import RankPool
+from tests.support.stateful import Object
 from tests.tag.equality import difference
 
 
@@ -53,56 +54,16 @@ def test_both_come_back_on_any_mesh(gloo_ranks: RankPool, tmp_path: Path, first:
     assert None is difference(expected, found)
 
 
-class OwnState:
-    """An object with another state on each rank, or with a DTensor in it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-def kept(rank: int, directory: Path, later: bool) -> Any:
-    """The value of an object that differs between ranks, after a load."""
-    held: dict[str, Any] = {"model": jobs.JOBS["fsdp"](0), "loader": OwnState(0 if later else rank)}
-    with Checkpointer(directory) as checkpointer:
-        if later:
-            checkpointer.save(1, state=held)
-            held["loader"].value = rank
-        checkpointer.save(2, state=held)
-        fresh: dict[str, Any] = {"model": jobs.JOBS["fsdp"](0), "loader": OwnState(None)}
-        checkpointer.load(2, state=fresh)
-    return fresh["loader"].value
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_a_state_that_differs_between_ranks_comes_back_to_them(
-    gloo_ranks: RankPool, tmp_path: Path, later: bool
-) -> None:
-    """As a data loader's position: at the first save, and at any later one."""
-    assert [0, 1, 2, 3] == gloo_ranks.run(kept, tmp_path, later)
-
-
-class Average:
+class Average(Object):
     """Moving averages of a model's parameters, in a form of its own."""
 
     def __init__(self, model: Any) -> None:
-        self.state: dict[str, Any] = {"shadow": [one.detach().clone() for one in model.parameters()], "updates": 0}
+        super().__init__({"shadow": [one.detach().clone() for one in model.parameters()], "updates": 0})
 
     def update(self, model: Any) -> None:
         self.state["updates"] += 1
         for shadow, one in zip(self.state["shadow"], model.parameters(), strict=True):
             shadow.lerp_(one.detach(), 0.5)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 def _cut(shape: tuple[int, ...]) -> Any:

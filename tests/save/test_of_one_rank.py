@@ -17,33 +17,7 @@ from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.loading.rank_state import RankState
 from tests.support.rank_pool import RankPool
-
-
-class Object:
-    """Anything with a state, for state=."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-class Extra(torch.nn.Module):
-    """A model with such extra state."""
-
-    def __init__(self, state: Any = None) -> None:
-        super().__init__()
-        self.state = state
-
-    def get_extra_state(self) -> Any:
-        return self.state
-
-    def set_extra_state(self, state: Any) -> None:
-        self.state = state
+from tests.support.stateful import Extra, Object
 
 
 def _full(number: int) -> torch.Tensor:

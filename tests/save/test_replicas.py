@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nxd_ckpt import Checkpointer, Topology, list_checkpoints, open_checkpoint
 from nxd_ckpt.core.votes import SAMPLES, WHOLE
@@ -22,6 +21,7 @@ from nxd_ckpt.saving.replicas import Replica, Replicas, Values
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
+from tests.support.stateful import Object
 
 KINDS: dict[str, Any] = {
     "bytes": lambda n: bytes([n]),
@@ -56,24 +56,12 @@ class Net(torch.nn.Module):
         self.extra = state
 
 
-class Object:
-    """Anything with a state, for state=."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"count": 0, "average": torch.zeros(3), "values": [0]}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 def _made() -> dict[str, Any]:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "object": Object()}
+    one = Object({"count": 0, "average": torch.zeros(3), "values": [0]})
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "object": one}
 
 
 def _step(model: Net, optimizer: Any) -> None:
@@ -191,45 +179,6 @@ def test_a_large_tensor_that_differs_late_is_never_lost_unsaid(
         assert ["step_0: 1.0", "step_1: 1.0", "step_2: 1.0", *third, f"step_4: {own}"] == said
 
 
-def on_mesh(rank: int, directory: Path) -> list[bool]:
-    """Whether tensors on a part of a mesh come back, equal on all groups at the first save and different after it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    group, right = mesh.get_local_rank("ep"), []
-
-    def made(value: float) -> Any:
-        module = torch.nn.Module()
-        for name, placement in (("experts", Shard(1)), ("router", Replicate())):
-            whole = torch.full((4, 6), value)
-            module.register_parameter(name, torch.nn.Parameter(distribute_tensor(whole, mesh["fsdp"], [placement])))
-        module.norm = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Replicate()]))
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        return module, optimizer
-
-    live, optimizer = made(7.0)
-    with Checkpointer(directory) as checkpointer:
-        checkpointer.save(0, live, optimizer)
-        for step in (1, 2):
-            for one in live.parameters():
-                one.grad = one.detach() * 0 + 1.0
-            with torch.no_grad():
-                live.experts.to_local().add_(group + 1.0)
-                live.router.to_local().add_(group)
-            optimizer.step()
-            checkpointer.save(step, live, optimizer)
-            other, other_optimizer = made(0.0)
-            checkpointer.load(step, other, other_optimizer)
-            pairs = zip(live.parameters(), other.parameters(), strict=True)
-            right += [torch.equal(a.to_local(), b.to_local()) for a, b in pairs]
-            states = zip(optimizer.state.values(), other_optimizer.state.values(), strict=True)
-            right += [torch.equal(a["exp_avg"].to_local(), b["exp_avg"].to_local()) for a, b in states]
-    return right
-
-
-def test_tensors_on_a_part_of_a_mesh_come_back_to_their_group(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Experts of each group, and a replicated tensor that groups have drifted apart in."""
-    assert [[True] * 12] * 4 == gloo_ranks.run(on_mesh, tmp_path)
-
-
 def elsewhere(rank: int, directory: Path) -> None:
     model, optimizer, scheduler, one = (live := _made()).values()
     _step(model, optimizer)
@@ -325,7 +274,7 @@ def formed(rank: int, directory: Path, asynchronous: bool) -> list[str]:
         state: dict[str, Any] = {name.replace(" ", "_"): Object() for name in FORMS}
         for each, form in zip(state.values(), FORMS.values(), strict=True):
             each.state = of(form)
-        return state | ({"of_rank_1": Object()} if rank == 1 else {})
+        return state | ({"of_rank_1": Object({"count": 0})} if rank == 1 else {})
 
     model, live = torch.nn.Linear(2, 2), made(lambda form: {"a": 0})
     with Checkpointer(directory) as checkpointer:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from nxd_ckpt import Checkpointer
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.testing import ResumeDiffers, check_resume
 from tests.support.rank_pool import RankPool
+from tests.support.stateful import Object
 from tests.training import imitations
 from tests.training.registry import Inner, step
 
@@ -142,53 +141,17 @@ def _schedulers() -> Objects:
     return model, optimizer, rates.SequentialLR(optimizer, [first, then], [1 + dist.get_rank()])
 
 
-class Values(Inner):
-    """Extra state of every kind that plain data has, with values of each rank."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6))
-        self.seen = 0
-
-    def get_extra_state(self) -> Any:
-        number = self.seen * (1 + dist.get_rank())
-        return {
-            "number": number, "bytes": bytes([number]), "file": io.BytesIO(bytes([number])),
-            "array": numpy.arange(number), "set": {number, "a"}, "complex": complex(0, number),
-            "none": None if number % 2 else 0, "keys": {number: {}}, "tuple": (number, [float(number)]),
-        }  # fmt: skip
-
-    def set_extra_state(self, state: Any) -> None:
-        self.seen = state["number"] // (1 + dist.get_rank())
-        assert self.seen == 0 or [*state["keys"]] == [state["number"]] == [len(state["array"])]
-
-    def forward(self) -> torch.Tensor:
-        self.seen += 1
-        return super().forward() * (1 + self.seen)
-
-
-def _values() -> Objects:
-    model = Values()
-    return model, torch.optim.AdamW(model.parameters())
-
-
-class Average:
+class Average(Object):
     """An average of weights, of DTensors or plain ones, beside a number and what only some ranks have."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__({"weights": [one.detach().clone() for one in model.parameters()], "count": 0})
         self.model = model
-        weights = [one.detach().clone() for one in model.parameters()]
-        self.state: dict[str, Any] = {"weights": weights, "count": 0}
 
     def step(self) -> None:
         self.state["count"] += 1 + dist.get_rank()
         for own, one in zip(self.state["weights"], self.model.parameters(), strict=True):
             own.lerp_(one.detach(), 0.5)
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 class Ragged(Average):
@@ -229,7 +192,6 @@ CASES: dict[str, Callable[[], Objects]] = {
     "stages": _stages,
     "drifted copies": _replicas,
     "schedulers": _schedulers,
-    "values": _values,
     "float32 clones": partial(_replicas, imitations.WithMasters, torch.bfloat16),
     "chained": partial(_replicas, imitations.Chained),
     "chained, in a list": partial(_replicas, imitations.ChainedInList),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.testing import ResumeDiffers, check_resume
 from tests.support.rank_pool import RankPool
+from tests.support.stateful import Object
 from tests.training import imitations
 from tests.training.model import zero1
 from tests.training.registry import OPTIMIZERS, OWN, Inner
@@ -113,23 +114,17 @@ def _drifted(kind: Callable[[Any], Any]) -> Any:
     return model, kind(model.parameters())
 
 
-class _Averages:
+class _Averages(Object):
     """Averages of weights on the device, in a list that is longer on each rank, with numbers of the rank."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__({"averages": [], "count": 0})
         self.model = model
-        self.state: dict[str, Any] = {"averages": [], "count": 0}
 
     def step(self) -> None:
         weights = [one.detach() * (1 + dist.get_rank()) for one in self.model.parameters()]
         self.state["averages"] = [*weights, *weights[: dist.get_rank()]]
         self.state["count"] += 1 + dist.get_rank()
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def _averaged() -> Any:
