@@ -113,11 +113,8 @@ def async_save(
         A future of the metadata; where ``async_stager`` copies in the background, torch's ``AsyncSaveResponse``.
     """
     writer = _writer(checkpoint_id, storage_writer, process_group, no_dist)
-    state = _state_of(state_dict, writer)
-    for path, tensor in iter_tensors(state, torch.Tensor) if isinstance(writer, StorageWriter) else ():
-        refuse_unsupported(".".join(map(str, path)), tensor)  # before torch copies it, whose error names none
     response: Future[Metadata] | Any = torch_async_save(
-        state,
+        _state_of(state_dict, writer, copies_first=True),
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
         planner=planner,
@@ -197,19 +194,21 @@ def _targets(plain: dict[str, Any], reader: StorageReader) -> Targets:
         return Targets(reader, plain)
 
 
-def _state_of(state_dict: dict[str, Any], writer: TorchStorageWriter) -> dict[str, Any]:
+def _state_of(state_dict: dict[str, Any], writer: TorchStorageWriter, copies_first: bool = False) -> dict[str, Any]:
+    """Return the state that torch saves: none if the writer refuses it, which torch raises on all ranks."""
     if not isinstance(writer, StorageWriter):
         return state_dict
     state = {key: _plain(value) for key, value in state_dict.items()}
     writer.refusal = None
     try:
+        state = taken_apart(state)
         for path, tensor in iter_tensors(state, torch.Tensor):
-            if not is_shards(tensor) and tensor.is_nested:  # of which torch makes no plan
+            if copies_first or not is_shards(tensor):  # which torch plans, and cannot copy
                 refuse_unsupported(".".join(map(str, path)), tensor)
-        return taken_apart(state)
-    except Exception as error:
-        writer.refusal = error  # torch raises it on all ranks
         return state
+    except Exception as error:
+        writer.refusal = error
+        return {}
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 _function_modes: ContextVar[Sequence[Any]] = ContextVar("_function_modes", default=())
-"""Those of the caller, the outer ones first."""
+"""Modes of the caller, the outer ones first."""
 
 _is_fake: ContextVar[bool] = ContextVar("_is_fake", default=False)
 

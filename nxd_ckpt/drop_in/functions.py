@@ -160,7 +160,7 @@ _nxd_logger = logging.getLogger("neuronx_distributed[0]")
 CHECKPOINT_MODULE = "neuronx_distributed.trainer.checkpoint"
 
 settings: Settings = Settings()
-"""Those of `install`."""
+"""The options of `install`."""
 
 _said: set[str] = set()
 

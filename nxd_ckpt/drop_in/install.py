@@ -161,7 +161,7 @@ class _Replaced(NamedTuple):
 
 
 class _Installation:
-    """What is replaced in this process."""
+    """Functions that are replaced in this process."""
 
     def __init__(self) -> None:
         self._replaced: list[_Replaced] = []

@@ -185,7 +185,7 @@ def _require_attempt(opened: OpenTag, attempt: str | None) -> None:
 
 
 class _Decision(NamedTuple):
-    """What is loaded: a tag of the places, or what the path itself names. Both are JSON."""
+    """The checkpoint to load: a tag of the places, or the one that the path itself names. Both are JSON."""
 
     source: Sequence[Any]
     by_path: Sequence[Any] | None = None

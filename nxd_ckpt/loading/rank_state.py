@@ -1,4 +1,4 @@
-"""What each rank saved for itself, because its values differed from those that another rank wrote for all."""
+"""Content that each rank saved for itself, because it differed from the one that another rank wrote for all."""
 
 from __future__ import annotations
 

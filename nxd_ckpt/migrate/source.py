@@ -1,4 +1,4 @@
-"""What a writer's files tell of a checkpoint: its mapping, its optimizer's names, its steps, and its other contents."""
+"""Facts that a writer's files tell of a checkpoint: its mapping, its optimizer's names, steps, and other contents."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Ballot:
         self._guests: dict[str, FileEntry] = {}
         """Files of others that the tag is given, on rank 0."""
         self._own = Own()
-        """What was found to be this rank's own after it had voted."""
+        """The content that proved to be this rank's own after it had voted."""
 
     def decide(self, voted: Callable[[], None]) -> int:
         """Vote, then call ``voted``, and wait until the attempt is decided; return the bytes of all ranks, on rank 0.

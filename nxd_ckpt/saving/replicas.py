@@ -134,7 +134,7 @@ def is_below(name: str, known: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class Own:
-    """What a rank saves for itself: ``leaves`` by name, those that are ``absent`` here, and those that were ``lost``.
+    """Content of a rank's own: ``leaves`` by name, those that are ``absent`` here, and those that were ``lost``.
 
     ``paths`` are those of leaves that are no tensors, ``meshes`` the placements of DTensors.
     """
@@ -188,7 +188,7 @@ class Own:
 
 @dataclass
 class Replicas:
-    """What a rank and others hold alike, in one save.
+    """Copies of one content, held by a rank and others, in one save.
 
     Attributes:
         rank: this rank.
@@ -215,7 +215,7 @@ class Replicas:
 
     @cached_property
     def own(self) -> Own:
-        """What was known before this save to be this rank's own."""
+        """The content that was known before this save to be this rank's own."""
         own = Own()
         for copy in self.copies if self.known else ():
             if copy.name in self.known and copy.writes != self.rank:
@@ -234,16 +234,16 @@ class Replicas:
     def to_stage(self) -> list[torch.Tensor]:
         """Tensors to stage: those that are ``compared``, whole or samples of them."""
         # Each save's caller waits for it.
-        tensors = [self.tensors[copy.part][copy.number] for copy in self.compared]
+        tensors = ((copy, self.tensors[copy.part][copy.number]) for copy in self.compared)
         if self.whole:
-            return tensors
-        return [part for copy, tensor in zip(self.compared, tensors, strict=True) for part in _parts_of(copy, tensor)]
+            return [tensor for _, tensor in tensors]
+        return [part for copy, tensor in tensors for part in compared_parts(tensor, copy.nbytes)]
 
     @cached_property
     def _number_of(self) -> list[int]:
         """The number in ``compared`` of each of these."""
         tensors = ((copy, self.tensors[copy.part][copy.number]) for copy in self.compared)
-        counts = (1 if self.whole else len(_parts_of(copy, tensor)) for copy, tensor in tensors)
+        counts = (1 if self.whole else len(compared_parts(tensor, copy.nbytes)) for copy, tensor in tensors)
         return [number for number, count in enumerate(counts) for _ in range(count)]
 
     def look(self, wave: Wave, views: Sequence[memoryview], files: Sequence[PlannedFile]) -> None:
@@ -390,8 +390,9 @@ def _sample_spans(nbytes: int) -> list[tuple[int, int]]:
     return [(0, _SAMPLE), (middle, middle + _SAMPLE), (nbytes - _SAMPLE, nbytes)]
 
 
-def _parts_of(copy: Replica, tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor] if copy.nbytes <= LARGE else _samples_of(tensor)
+def compared_parts(tensor: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    """Return the parts of a tensor of so many bytes that ranks compare: all of it, or samples of a large one."""
+    return [tensor] if nbytes <= LARGE else _samples_of(tensor)
 
 
 def _samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -55,6 +55,7 @@ from nxd_ckpt.formats.torch_zip import read_tree
 from nxd_ckpt.live.dtensor import PLAIN
 from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.output.locations import location_of
+from nxd_ckpt.saving.replicas import compared_parts
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join, open_storage
@@ -404,9 +405,6 @@ def told_at_exit(response: Any) -> Any:
     return replace(response, upload_completion=ToldFuture(response.upload_completion))
 
 
-_COMPARED = 2**20
-"""Bytes of a tensor that ranks compare."""
-
 _differing: set[str] = set()
 """Names of values that rank 0 has warned of."""
 
@@ -497,7 +495,7 @@ def _own_values(names: Iterable[str], plan: SavePlan, planner: SavePlanner) -> I
 
 
 def _tensor_digests(names: Iterable[str], planner: SavePlanner) -> Iterator[tuple[str, int]]:
-    """Yield digests of those plain tensors of these names that this rank has; of large ones, of their beginning."""
+    """Yield digests of those plain tensors of these names that this rank has; of large ones, of samples."""
     for name in names:
         try:
             value: Any = planner.resolve_data(WriteItem(MetadataIndex(name), WriteItemType.TENSOR))
@@ -505,8 +503,8 @@ def _tensor_digests(names: Iterable[str], planner: SavePlanner) -> Iterator[tupl
             continue
         if type(value) in PLAIN and value.is_cpu and value.layout is torch.strided:
             refuse_unsupported(name, value)
-            start = value.detach().flatten()[: _COMPARED // value.element_size()]
-            yield name, digest_of_value([*form_of(value), bytes(byte_view(start.contiguous()))])
+            parts = [part.detach().contiguous() for part in compared_parts(value, value.nbytes)]
+            yield name, digest_of_value([*form_of(value), *map(bytes, map(byte_view, parts))])
 
 
 def _value_bytes(data: Any) -> bytes:

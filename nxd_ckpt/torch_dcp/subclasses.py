@@ -69,7 +69,9 @@ def _head(key: Any, tensor: torch.Tensor) -> str:
 def _is_subclass(value: Any) -> bool:
     if isinstance(value, DTensor):
         return _is_subclass(value._local_tensor)
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value) and not _is_pending(value)
+    if not (isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)):
+        return False
+    return not (value.is_nested or _is_pending(value))
 
 
 def _is_pending(value: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ class _Kind(NamedTuple):
     is_present: Callable[[Set[str]], object]
     """Returns whether a directory of these files is of this kind."""
     text: str
-    """What it is, with its path or URL as ``{url}``."""
+    """The kind in words, with the directory's path or URL as ``{url}``."""
 
 
 _LOADS = "load_checkpoint({url!r}, model=model) loads it, and nxd-ckpt inspect {url} shows it"
