@@ -35,17 +35,69 @@ Minutes = float | str
 
 
 # ---- generated ----
-class CheckpointerKeywords(TypedDict, total=False):
+class DirectoryKeywords(TypedDict, total=False):
+    topology: Topology | None
+    process_group: Any
+    timeout: Seconds
+    storage_options: StorageOptions | None
+
+
+class OpenKeywords(TypedDict, total=False):
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+    trust_pickle: bool
+    storage_options: StorageOptions | None
+
+
+class LoadKeysKeywords(OpenKeywords, total=False):
+    pre_download: bool
+    work_dir: StrPath | None
+
+
+class PruneKeywords(TypedDict, total=False):
+    dry_run: bool
+    verify: bool | None
+    pinned_only: bool
+    storage_options: StorageOptions | None
+    timeout: Seconds
+    progress: bool
+
+
+class CopyKeywords(TypedDict, total=False):
+    hard_links: bool
+    num_workers: Count
+    max_bytes_per_second: Size | None
+    timeout: Seconds
+    overwrite: bool
+    dry_run: bool
+    storage_options: StorageOptions | None
+    output_options: StorageOptions | None
+    durable: bool
+    progress: bool
+
+
+class UnshardKeywords(TypedDict, total=False):
+    use_safetensors: bool
+    unshard_strategy: StrategyName | Strategy
+    sha256: bool
+    size_per_shard: ShardSize
+    partitions: Mapping[str, Partition] | None
+    saved_param_names: SavedNames | None
+    overwrite: bool
+    dry_run: bool
+    storage_options: StorageOptions | None
+    output_options: StorageOptions | None
+    durable: bool
+    progress: bool
+
+
+class CheckpointerKeywords(DirectoryKeywords, total=False):
     run_id: str | None
     durable: bool
     memory_cap: Size | None
     progress: bool
     on_save_failure: OnFailure
     max_failed_saves: Count
-    topology: Topology | None
-    process_group: Any
-    timeout: Seconds
-    storage_options: StorageOptions | None
     num_kept_ckpts: NumKept
     retain: Retain
     preemption: Notice
@@ -55,7 +107,121 @@ class CheckpointerKeywords(TypedDict, total=False):
     final_save: Callable[[int], object] | None
 
 
-class ConvertKeywords(TypedDict, total=False):
+class SaveKeywords(TypedDict, total=False):
+    num_workers: int | None
+    use_xser: bool
+    num_kept_ckpts: NumKept
+    zero1_optimizer: bool
+    use_zero1_dcp: bool
+    avoid_saving_lower_precision_weights: bool
+    param_names: Sequence[Sequence[str]] | None
+    partitions: Mapping[str, Partition] | None
+    trust_pickle: bool
+    overwrite: bool | None
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+    retain: Retain
+    metrics: GivenMetrics
+    files: Mapping[str, str] | None
+    max_bytes_per_second: Size | None
+    dedup: bool
+
+
+class SaveCheckpointKeywords(DirectoryKeywords, total=False):
+    param_names: Sequence[Sequence[str]] | None
+    partitions: Mapping[str, Partition] | None
+    trust_pickle: bool
+    overwrite: bool | None
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+    retain: Retain
+    metrics: GivenMetrics
+    files: Mapping[str, str] | None
+    max_bytes_per_second: Size | None
+    dedup: bool
+    run_id: str | None
+    durable: bool
+    memory_cap: Size | None
+    progress: bool
+    on_save_failure: OnFailure
+    max_failed_saves: Count
+
+
+class LoadKeywords(TypedDict, total=False):
+    strict: bool
+    num_workers: int | None
+    use_zero1_dcp: bool
+    param_names: Sequence[Sequence[str]] | None
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
+    partitions: Mapping[str, Partition] | None
+    rank_content: dict[Any, Any] | None
+    verify: Verify | None
+    share_reads: bool | None
+    trust_pickle: bool
+    progress: bool
+    mapping: MappingSpec
+    kv_size_multiplier: Count
+    hardware: Hardware
+    key_mapping: Mapping[str, str] | None
+    prefix: str
+    ignore_keys: IgnoreKeys | None
+    weights_only: bool
+    load_weights_only: bool
+    strict_model_weights: bool | None
+    tag_values: TagValues | None
+    prove: bool | None
+    fallback: bool
+    pre_download: bool
+    work_dir: StrPath | None
+
+
+class LoadCheckpointKeywords(DirectoryKeywords, total=False):
+    param_names: Sequence[Sequence[str]] | None
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
+    partitions: Mapping[str, Partition] | None
+    rank_content: dict[Any, Any] | None
+    verify: Verify | None
+    share_reads: bool | None
+    trust_pickle: bool
+    progress: bool
+    mapping: MappingSpec
+    kv_size_multiplier: Count
+    hardware: Hardware
+    key_mapping: Mapping[str, str] | None
+    prefix: str
+    ignore_keys: IgnoreKeys | None
+    weights_only: bool
+    load_weights_only: bool
+    strict_model_weights: bool | None
+    tag_values: TagValues | None
+    prove: bool | None
+    fallback: bool
+    pre_download: bool
+    work_dir: StrPath | None
+
+
+class InstallKeywords(LoadCheckpointKeywords, total=False):
+    num_workers: int | None
+    use_xser: bool
+    num_kept_ckpts: NumKept
+    zero1_optimizer: bool
+    use_zero1_dcp: bool
+    avoid_saving_lower_precision_weights: bool
+    overwrite: bool | None
+    retain: Retain
+    metrics: GivenMetrics
+    files: Mapping[str, str] | None
+    max_bytes_per_second: Size | None
+    dedup: bool
+    run_id: str | None
+    durable: bool
+    memory_cap: Size | None
+    on_save_failure: OnFailure
+    max_failed_saves: Count
+    strict: bool
+
+
+class ConvertKeywords(UnshardKeywords, total=False):
     to: Form | None
     names: NamesOf | None
     dp: Count | None
@@ -88,226 +254,6 @@ class ConvertKeywords(TypedDict, total=False):
     master_weights: bool
     presharded: bool
     model: str | None
-    use_safetensors: bool
-    unshard_strategy: StrategyName | Strategy
-    sha256: bool
-    size_per_shard: ShardSize
-    partitions: Mapping[str, Partition] | None
-    saved_param_names: SavedNames | None
     all_ranks: bool
     timeout: Seconds
     num_workers: Count
-    overwrite: bool
-    dry_run: bool
-    storage_options: StorageOptions | None
-    output_options: StorageOptions | None
-    durable: bool
-    progress: bool
-
-
-class CopyKeywords(TypedDict, total=False):
-    hard_links: bool
-    num_workers: Count
-    max_bytes_per_second: Size | None
-    timeout: Seconds
-    overwrite: bool
-    dry_run: bool
-    storage_options: StorageOptions | None
-    output_options: StorageOptions | None
-    durable: bool
-    progress: bool
-
-
-class DirectoryKeywords(TypedDict, total=False):
-    topology: Topology | None
-    process_group: Any
-    timeout: Seconds
-    storage_options: StorageOptions | None
-
-
-class InstallKeywords(TypedDict, total=False):
-    num_workers: int | None
-    use_xser: bool
-    num_kept_ckpts: NumKept
-    zero1_optimizer: bool
-    use_zero1_dcp: bool
-    avoid_saving_lower_precision_weights: bool
-    param_names: Sequence[Sequence[str]] | None
-    partitions: Mapping[str, Partition] | None
-    trust_pickle: bool
-    overwrite: bool | None
-    weights_only: bool
-    ignore_keys: IgnoreKeys | None
-    retain: Retain
-    metrics: GivenMetrics
-    files: Mapping[str, str] | None
-    max_bytes_per_second: Size | None
-    dedup: bool
-    run_id: str | None
-    durable: bool
-    memory_cap: Size | None
-    progress: bool
-    on_save_failure: OnFailure
-    max_failed_saves: Count
-    topology: Topology | None
-    process_group: Any
-    timeout: Seconds
-    storage_options: StorageOptions | None
-    strict: bool
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
-    rank_content: dict[Any, Any] | None
-    verify: Verify | None
-    share_reads: bool | None
-    mapping: MappingSpec
-    kv_size_multiplier: Count
-    hardware: Hardware
-    key_mapping: Mapping[str, str] | None
-    prefix: str
-    load_weights_only: bool
-    strict_model_weights: bool | None
-    tag_values: TagValues | None
-    prove: bool | None
-    fallback: bool
-    pre_download: bool
-    work_dir: StrPath | None
-
-
-class LoadCheckpointKeywords(TypedDict, total=False):
-    param_names: Sequence[Sequence[str]] | None
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
-    partitions: Mapping[str, Partition] | None
-    rank_content: dict[Any, Any] | None
-    verify: Verify | None
-    share_reads: bool | None
-    trust_pickle: bool
-    progress: bool
-    mapping: MappingSpec
-    kv_size_multiplier: Count
-    hardware: Hardware
-    key_mapping: Mapping[str, str] | None
-    prefix: str
-    ignore_keys: IgnoreKeys | None
-    weights_only: bool
-    load_weights_only: bool
-    strict_model_weights: bool | None
-    tag_values: TagValues | None
-    prove: bool | None
-    fallback: bool
-    pre_download: bool
-    work_dir: StrPath | None
-    topology: Topology | None
-    process_group: Any
-    timeout: Seconds
-    storage_options: StorageOptions | None
-
-
-class LoadKeysKeywords(TypedDict, total=False):
-    partitions: Mapping[str, Partition] | None
-    saved_param_names: SavedNames | None
-    trust_pickle: bool
-    storage_options: StorageOptions | None
-    pre_download: bool
-    work_dir: StrPath | None
-
-
-class LoadKeywords(TypedDict, total=False):
-    strict: bool
-    num_workers: int | None
-    use_zero1_dcp: bool
-    param_names: Sequence[Sequence[str]] | None
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
-    partitions: Mapping[str, Partition] | None
-    rank_content: dict[Any, Any] | None
-    verify: Verify | None
-    share_reads: bool | None
-    trust_pickle: bool
-    progress: bool
-    mapping: MappingSpec
-    kv_size_multiplier: Count
-    hardware: Hardware
-    key_mapping: Mapping[str, str] | None
-    prefix: str
-    ignore_keys: IgnoreKeys | None
-    weights_only: bool
-    load_weights_only: bool
-    strict_model_weights: bool | None
-    tag_values: TagValues | None
-    prove: bool | None
-    fallback: bool
-    pre_download: bool
-    work_dir: StrPath | None
-
-
-class OpenKeywords(TypedDict, total=False):
-    partitions: Mapping[str, Partition] | None
-    saved_param_names: SavedNames | None
-    trust_pickle: bool
-    storage_options: StorageOptions | None
-
-
-class PruneKeywords(TypedDict, total=False):
-    dry_run: bool
-    verify: bool | None
-    pinned_only: bool
-    storage_options: StorageOptions | None
-    timeout: Seconds
-    progress: bool
-
-
-class SaveCheckpointKeywords(TypedDict, total=False):
-    param_names: Sequence[Sequence[str]] | None
-    partitions: Mapping[str, Partition] | None
-    trust_pickle: bool
-    overwrite: bool | None
-    weights_only: bool
-    ignore_keys: IgnoreKeys | None
-    retain: Retain
-    metrics: GivenMetrics
-    files: Mapping[str, str] | None
-    max_bytes_per_second: Size | None
-    dedup: bool
-    run_id: str | None
-    durable: bool
-    memory_cap: Size | None
-    progress: bool
-    on_save_failure: OnFailure
-    max_failed_saves: Count
-    topology: Topology | None
-    process_group: Any
-    timeout: Seconds
-    storage_options: StorageOptions | None
-
-
-class SaveKeywords(TypedDict, total=False):
-    num_workers: int | None
-    use_xser: bool
-    num_kept_ckpts: NumKept
-    zero1_optimizer: bool
-    use_zero1_dcp: bool
-    avoid_saving_lower_precision_weights: bool
-    param_names: Sequence[Sequence[str]] | None
-    partitions: Mapping[str, Partition] | None
-    trust_pickle: bool
-    overwrite: bool | None
-    weights_only: bool
-    ignore_keys: IgnoreKeys | None
-    retain: Retain
-    metrics: GivenMetrics
-    files: Mapping[str, str] | None
-    max_bytes_per_second: Size | None
-    dedup: bool
-
-
-class UnshardKeywords(TypedDict, total=False):
-    use_safetensors: bool
-    unshard_strategy: StrategyName | Strategy
-    sha256: bool
-    size_per_shard: ShardSize
-    partitions: Mapping[str, Partition] | None
-    saved_param_names: SavedNames | None
-    overwrite: bool
-    dry_run: bool
-    storage_options: StorageOptions | None
-    output_options: StorageOptions | None
-    durable: bool
-    progress: bool

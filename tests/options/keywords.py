@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,26 @@ def own_parameters(function: Callable[..., Any]) -> list[str]:
 
 def rendered(text: str) -> str:
     """``text`` with the types after the mark."""
-    kinds: dict[str, str] = {}
+    kinds: dict[str, list[str]] = {}
     for function in FUNCTIONS:
         name = function.__annotations__["options"].removeprefix("Unpack[").removesuffix("]")
         own, shown = own_parameters(function), inspect.signature(function).parameters.values()
         entries = [f"    {one.name}: {one.annotation}\n" for one in shown if one.name not in own]
-        kind = f"class {name}(TypedDict, total=False):\n{''.join(entries)}"
-        assert kinds.setdefault(name, kind) == kind, f"{function.__qualname__} takes other keywords than {name}"
-    classes = "\n\n".join(kind for _, kind in sorted(kinds.items()))
-    return re.sub(f"{_MARK}.*", lambda _: _MARK + classes, text, flags=re.S)
+        assert kinds.setdefault(name, entries) == entries, f"{function.__qualname__} takes other keywords than {name}"
+    classes: dict[str, str] = {}
+    for name in sorted(kinds, key=lambda name: (len(kinds[name]), name)):
+        classes[name] = _class(name, kinds[name], {other: kinds[other] for other in classes})
+    return re.sub(f"{_MARK}.*", lambda _: _MARK + "\n\n".join(classes.values()), text, flags=re.S)
+
+
+def _class(name: str, entries: Sequence[str], others: dict[str, list[str]]) -> str:
+    """The class, which inherits those of ``others``, the largest first, that have nothing but entries of its own."""
+    bases, left = [], list(entries)
+    for other, its in reversed(others.items()):
+        if {*its} <= {*left}:
+            bases.append(other)
+            left = [entry for entry in left if entry not in its]
+    return f"class {name}({', '.join(bases) or 'TypedDict'}, total=False):\n{''.join(left)}"
 
 
 if __name__ == "__main__":
