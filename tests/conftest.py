@@ -1,7 +1,5 @@
 """Fixtures and skip rules that every test shares."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -1,7 +1,5 @@
 """What would be published: an sdist, and a wheel of it that runs the quick start where nothing else is installed."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

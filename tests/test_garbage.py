@@ -1,7 +1,5 @@
 """Python's collection of garbage, while much is made that is kept."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """What an installation brings: types that a type checker finds, what torch needs to be quiet, one version."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The architecture: imports point down, the core is pure, torch-xla stays behind `live`, functions and modules
 are short, tests share helpers."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

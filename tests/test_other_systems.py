@@ -1,7 +1,5 @@
 """Windows and macOS, as far as Linux can show it: without what these lack, everything but saving works."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Plain CPU torch is enough: nothing outside the XLA adapter and the emulation needs torch-xla or NxD."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

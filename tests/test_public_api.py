@@ -1,7 +1,5 @@
 """What the package's functions and objects are like to use: documented, typed, small, and fit to be passed around."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import subprocess

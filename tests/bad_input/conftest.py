@@ -1,7 +1,5 @@
 """Every test here begins and ends without a checkpointer that holds a directory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

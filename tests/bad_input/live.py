@@ -1,7 +1,5 @@
 """A small training job on plain CPU torch, and pictures of it and of a directory to compare."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path

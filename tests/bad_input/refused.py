@@ -1,7 +1,5 @@
 """What is refused wherever it turns up: tags that are no plain names, and a class that is no plain data."""
 
-from __future__ import annotations
-
 TAGS = ["", "/abs", "a/b", "..", "../up", ".hidden", "a\\b", "nul\0", "x" * 256, True, 1.5]
 
 

@@ -1,7 +1,5 @@
 """Files that are lost, cut off or changed are found before a load changes anything, and named."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator

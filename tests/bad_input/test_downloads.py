@@ -1,7 +1,5 @@
 """A download that went wrong, in place of weights or of a tag's files, is called what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A host that runs out of memory or threads: an error of ours says so, and the process goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

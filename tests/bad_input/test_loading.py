@@ -1,7 +1,5 @@
 """What ``load_checkpoint`` refuses: naming what is wrong and what to do, with nothing changed in memory or on disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The mistakes of somebody who uses this for the first time: each works, or gets a message that names its cause."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

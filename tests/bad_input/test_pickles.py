@@ -1,7 +1,5 @@
 """Reading never runs code: what is more than plain data is refused by the name of its class, unless it is trusted."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

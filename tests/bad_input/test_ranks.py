@@ -1,7 +1,5 @@
 """What one rank refuses, all refuse: on two real processes, with nothing changed on either."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

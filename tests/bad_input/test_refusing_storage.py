@@ -1,7 +1,5 @@
 """What a file system refuses reaches the caller as one CheckpointError that says so, on every rank."""
 
-from __future__ import annotations
-
 import errno
 import re
 from concurrent.futures import ThreadPoolExecutor

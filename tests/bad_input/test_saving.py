@@ -1,7 +1,5 @@
 """What ``save_checkpoint`` refuses: before anything is written, with the live state as it was."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Saves and loads in the middle of whatever a script has set for torch or its process: as without it, or refused."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

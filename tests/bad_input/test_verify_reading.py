@@ -1,7 +1,5 @@
 """What ``verify`` finds, and when; and loads whose storage fails, is slow to say so, or is interrupted."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """The benchmark's arithmetic: medians, ratios of the same rounds, targets that are met, missed or not measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.bench.results import SAVE, STALL, WARM, Results, Row, ratios, spread

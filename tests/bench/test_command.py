@@ -1,7 +1,5 @@
 """``python -m tools.bench`` from end to end, on states of a few MiB."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmark of many ranks commits a tag as a save does, so it follows what a commit requires."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tools.bench.scale import many_ranks, mesh_ranks

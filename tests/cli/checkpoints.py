@@ -1,7 +1,5 @@
 """Checkpoints to look at: small, and cut in every way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Running a command in this process, and a directory of checkpoints to run it on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A console block is a command line and what it prints; in Python blocks, the comm
 ``python -m tests.cli.reference`` writes the blocks anew, in the repository's root.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

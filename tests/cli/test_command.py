@@ -1,7 +1,5 @@
 """The command line itself: exit codes, errors, warnings, and what it needs to start."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

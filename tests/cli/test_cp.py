@@ -1,7 +1,5 @@
 """``nxd-ckpt cp``, and the options of stores that all commands take."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``nxd-ckpt diff``: exit codes as diff has them, a document, and lines that say the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

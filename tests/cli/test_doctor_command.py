@@ -1,7 +1,5 @@
 """``nxd-ckpt doctor``: which tags it takes, what it says, and its exit code."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

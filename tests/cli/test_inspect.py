@@ -1,7 +1,5 @@
 """``nxd-ckpt inspect``: everything that is known of one tag, and nothing that is not."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

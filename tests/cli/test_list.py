@@ -1,7 +1,5 @@
 """``nxd-ckpt list``: every tag in its order, whoever wrote it, and why the incomplete ones are."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

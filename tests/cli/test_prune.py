@@ -1,7 +1,5 @@
 """``nxd-ckpt pin``, ``unpin``, ``prune`` and ``rm``: which tags stay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

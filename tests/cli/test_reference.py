@@ -1,7 +1,5 @@
 """docs/cli.md is true: it shows what the command prints, and leaves no command out."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

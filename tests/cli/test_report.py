@@ -1,7 +1,5 @@
 """``nxd-ckpt report``: problems first, all that manifests and tensors tell, and nothing that a name could do."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """``nxd-ckpt verify``: the exit code says whether a tag is what was written, the output what is not."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``nxd-ckpt watch``: saves in flight, and what becomes of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands that look at our own tags, check, copy, keep or remove them import no torch, and run where there is none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What all commands that write have in common: a line of success, JSON, a dry run, and where they refuse to write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

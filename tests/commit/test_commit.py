@@ -1,7 +1,5 @@
 """Rank 0's decision: what the manifest of a tag says, what it is made of, and what is removed afterwards."""
 
-from __future__ import annotations
-
 import errno
 import logging
 from dataclasses import replace

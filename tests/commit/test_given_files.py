@@ -1,7 +1,5 @@
 """Files of others that a save is given: they are part of its tag, with digests."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

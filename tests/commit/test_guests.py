@@ -1,7 +1,5 @@
 """Files of others in a tag: they stay, whenever they come and whatever happens to the save."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

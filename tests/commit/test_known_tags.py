@@ -1,7 +1,5 @@
 """Retention does not look again at tags that an earlier judgement knew, unless they count or may go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

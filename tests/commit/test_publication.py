@@ -1,7 +1,5 @@
 """How an attempt becomes a tag, and what stands in its way: one rank, its storage, and a session that says little."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from typing import Any

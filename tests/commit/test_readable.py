@@ -1,7 +1,5 @@
 """What was reported as saved can be loaded: a value that no load would read fails the save, on all ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Votes and the verdict on disk; timeouts count from the last progress."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from pathlib import Path

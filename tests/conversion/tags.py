@@ -1,7 +1,5 @@
 """Tags to convert, and what their content must be: put together and cut by hand, with nothing of the converter's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every conversion reads what it needs once, and verifies it as it is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``nxd-ckpt convert --to tag``, and the script that stands in for NxD's converter."""
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil

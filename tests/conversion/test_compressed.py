@@ -1,7 +1,5 @@
 """Compressed archives: unpacked once for all processes of a host, as a whole or not at all, and never beyond limits."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

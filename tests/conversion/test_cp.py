@@ -1,7 +1,5 @@
 """Copying a tag: to the last byte, verified on the way, resumed where interrupted, visible only when complete."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The table of `convert`: every source in every form holds what the source holds, or is refused for a stated reason."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the caller says of a tag of neuronx-distributed's: a cut, or names, that cannot be right are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

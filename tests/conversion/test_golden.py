@@ -1,7 +1,5 @@
 """Checkpoints that NxD wrote, converted: equal to what NxD's converter made of them, and right where that is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

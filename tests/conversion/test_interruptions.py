@@ -1,7 +1,5 @@
 """A conversion that fails or is killed leaves no half tag, and what was there stays."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

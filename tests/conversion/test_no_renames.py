@@ -1,7 +1,5 @@
 """Mounted buckets: outputs where no directory can be renamed, and the refusal where nothing can."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tags in archives: packed as they are, read in place of a directory, and nothing in them is trusted."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """Who works on a conversion: its caller alone, workers on its host, or all ranks of a job that ask for it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

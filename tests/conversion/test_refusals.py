@@ -1,7 +1,5 @@
 """What cannot be converted is refused with the reason, before anything is written; the input stays as it is."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

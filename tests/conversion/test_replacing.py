@@ -1,7 +1,5 @@
 """Outputs that replace others survive SIGKILL at every instant: the old one or the new one is there, whole."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -1,7 +1,5 @@
 """``reshard``: a whole tag as a job of other sizes would have saved it, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

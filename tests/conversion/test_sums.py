@@ -1,7 +1,5 @@
 """``sha256=True``: a list that ``sha256sum`` reads, of every file of an output, which ``verify`` compares."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

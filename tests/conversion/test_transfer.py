@@ -1,7 +1,5 @@
 """Copying one file: its digests, whatever the pieces in which it is read."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plain files of whole tensors: whatever job saved a tag, they hold what a single rank would load."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from pathlib import Path

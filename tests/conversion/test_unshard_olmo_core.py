@@ -1,7 +1,5 @@
 """Unsharded checkpoints against the real OLMo-core, where it is installed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """``convert`` with optimizer_form: shards cut anew, bit for bit, in a tag that is as good as one that was saved."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agreement through a key-value store: every rank learns the same, or who is missing."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Publication survives a death at any of its operations: the old tag or the new one is there, complete."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A secret that all ranks of a job know, and nobody who reads the store in which they agreed on it."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 

@@ -1,7 +1,5 @@
 """At most one live job holds a directory."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Ranks meet for a call; one that does not come, or goes, is not waited for by the others longer than need be."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """The end of a process is told by its connection."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """All ranks stop at one step, whoever is told to stop, and at whatever steps they are then."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """What a job does that stood still until another one took its directory over, and wakes up: nothing is lost by it."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 from concurrent.futures import ThreadPoolExecutor

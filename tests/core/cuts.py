@@ -3,8 +3,6 @@
 Upstream splits the whole tensor and concatenates what a rank holds; nothing here knows of boxes or pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm

@@ -1,7 +1,5 @@
 """An index, manifests, and what they are of."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from dataclasses import replace

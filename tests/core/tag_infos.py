@@ -1,7 +1,5 @@
 """Random listings of tags."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.tags import TagInfo

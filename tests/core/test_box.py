@@ -1,7 +1,5 @@
 """The algebra of boxes, compared with NumPy's slicing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

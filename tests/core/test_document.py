@@ -1,7 +1,5 @@
 """JSON documents: what is damaged, or could mean two things, is refused; what is written is JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """The JSON of manifests and indexes: what is written is read back; anything else is an error that names the file."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -1,7 +1,5 @@
 """How NxD cuts, case by case: which rows of the whole parameter a rank holds, in which order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

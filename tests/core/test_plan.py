@@ -1,7 +1,5 @@
 """Which elements of a file a box is."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Names: what is renamed to what, and which are left out, against a slow reference."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 from hypothesis import given

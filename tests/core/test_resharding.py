@@ -1,7 +1,5 @@
 """What one job saved, another reads: compared with cutting the whole tensor by hand for the other job."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """On other sizes, where no live model says it: how a parameter is cut, and which stage has which names."""
 
-from __future__ import annotations
-
 import pytest
 
 from nxd_ckpt.core.manifest import ParameterSpec

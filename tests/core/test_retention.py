@@ -1,7 +1,5 @@
 """Retention: what rules keep together stays, and the newest complete tag always does."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

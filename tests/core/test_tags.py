@@ -1,7 +1,5 @@
 """Tags: which names are allowed, and the one order that they have."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

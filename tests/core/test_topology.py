@@ -1,7 +1,5 @@
 """Ranks and coordinates: the standard order, the maps of real clusters, and what no job can be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How rank 0 judges: one failed rank fails the save, and all must have meant the same one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

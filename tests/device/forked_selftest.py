@@ -1,7 +1,5 @@
 """Ranks of the self-test that are forked in milliseconds, where the command starts Python anew for each."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection

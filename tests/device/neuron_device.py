@@ -1,7 +1,5 @@
 """A device that stands for ``neuron``: neuron_device.cpp, built by this machine's compiler, once for each torch."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

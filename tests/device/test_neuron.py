@@ -1,7 +1,5 @@
 """Models on a device that torch knows by its registration alone, as ``neuron`` is: staged with events, loaded back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of the documentation need of Markdown: code blocks, tables, links and headings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

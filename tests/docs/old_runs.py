@@ -1,7 +1,5 @@
 """One small run, as each Neuron trainer would have saved it, for the pages that migrate it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 ``python -m tests.docs.options`` writes the tables anew, in the repository's root.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import MISSING, fields

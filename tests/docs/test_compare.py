@@ -1,7 +1,5 @@
 """docs/compare.md answers each question for every library, with a source, and ours with a test."""
 
-from __future__ import annotations
-
 import re
 from datetime import date
 

@@ -1,7 +1,5 @@
 """Pages that begin with a whole script: each runs, and goes on where it was when it is run again."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """docs/format.md, docs/directory.md and docs/protocol.md: every key that others read, the containers, the digests."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 import zlib

@@ -1,7 +1,5 @@
 """docs/mappings.md describes the format of mappings, all of it."""
 
-from __future__ import annotations
-
 import json
 
 from nxd_ckpt.hugging_face.mappings import find_mapping

@@ -1,7 +1,5 @@
 """docs/options.md and docs/tiers.md are true: their tables are what functions take, and no function is left out."""
 
-from __future__ import annotations
-
 from tests.docs.markdown import DOCS, prose, tables
 from tests.docs.options import ALIASES, DOCUMENTS, rendered
 

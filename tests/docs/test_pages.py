@@ -1,7 +1,5 @@
 """The pages hang together: links lead somewhere, and the architecture page knows every module."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

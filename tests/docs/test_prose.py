@@ -1,7 +1,5 @@
 """The check of the English sees what it is for, and nothing in code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tools import prose

@@ -1,7 +1,5 @@
 """The README is true, and so is every page whose code runs like its own; it leaves out nothing that is public."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

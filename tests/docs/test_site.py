@@ -1,7 +1,5 @@
 """The documentation site: it builds without a warning, and its reference leaves no public name out."""
 
-from __future__ import annotations
-
 import argparse
 import html
 import inspect

@@ -1,7 +1,5 @@
 """A program's surroundings: a stand-in for neuronx-distributed that can be imported, and nothing of it left over."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stand-in for neuronx-distributed: its modules and the names in them. Each function fails when it is called."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _FUNCTIONS = """

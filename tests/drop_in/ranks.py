@@ -1,7 +1,5 @@
 """Jobs of several ranks, each of which has installed nxd_ckpt and calls neuronx-distributed's functions."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The four functions, called as neuronx-distributed's callers call them, with the types that they pass."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys

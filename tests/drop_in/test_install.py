@@ -1,7 +1,5 @@
 """`install` replaces neuronx-distributed's functions wherever a program reaches them."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

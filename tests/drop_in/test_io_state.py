@@ -1,7 +1,5 @@
 """``g_iostate``, through which trainers wait for saves and remove tags."""
 
-from __future__ import annotations
-
 import threading
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NxD's plug-in for Lightning: its class stays, its methods are ours."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``parallel_layers.save`` and ``load``: NxD's files for each model-parallel rank, without a tag."""
 
-from __future__ import annotations
-
 import shutil
 from collections import OrderedDict
 from importlib import import_module

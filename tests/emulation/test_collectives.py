@@ -1,7 +1,5 @@
 """Collectives across four emulated ranks give what their definition says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

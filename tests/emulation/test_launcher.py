@@ -1,7 +1,5 @@
 """``python -m nxd_ckpt.emulation`` runs an unchanged script, and ends the ranks together."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training across emulated ranks, with torch-xla's own optimizer, equals the same training in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

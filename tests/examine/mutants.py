@@ -1,7 +1,5 @@
 """What broken saves and resumes do to a tag: each changes one thing in what the ranks of a job hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

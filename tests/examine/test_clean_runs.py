@@ -1,7 +1,5 @@
 """What real runs save is examined without a finding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What two tags differ in: of any sizes, in every number, and with what is missing on either side."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

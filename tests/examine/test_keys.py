@@ -1,7 +1,5 @@
 """Looking into a tag without a process group: names, metadata, tensors and boxes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a broken save or resume leaves in a tag is found: one thing is changed in the tag of a real run, and named."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Figures of the report: axes with round labels, gaps, bars of ranks."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from typing import Any

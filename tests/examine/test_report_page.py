@@ -1,7 +1,5 @@
 """The page of the largest report is bounded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from nxd_ckpt.examine.report_page import page_of

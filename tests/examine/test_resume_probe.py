@@ -1,7 +1,5 @@
 """ResumeProbe: silent after a right load, on any sizes; what was not loaded, or changed after it, is named."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

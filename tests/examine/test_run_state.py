@@ -1,7 +1,5 @@
 """The head of a report: from where a run can be resumed, how old that is, and what the last failure cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

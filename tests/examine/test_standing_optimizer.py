@@ -1,7 +1,5 @@
 """Steps that were counted while the optimizer stood still: the run lost them, and the tag says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

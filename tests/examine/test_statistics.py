@@ -1,7 +1,5 @@
 """A tag in numbers: right, of every dtype, in windows, and kept beside the tag for this save only."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys

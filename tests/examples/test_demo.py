@@ -1,7 +1,5 @@
 """The demo: it succeeds, and it would not if the resumed run differed."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Global tensors put together by hand: parts in their places, padding dropped, every bit compared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example of a storage of one's own keeps the contract, and jobs save to it and load from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path

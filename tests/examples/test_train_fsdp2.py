@@ -1,7 +1,5 @@
 """examples/train_fsdp2.py: a run on one mesh goes on from another one's checkpoint."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

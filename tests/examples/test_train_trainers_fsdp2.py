@@ -1,8 +1,6 @@
 """The examples of accelerate and transformers under FSDP2: torchrun starts them, and what two ranks saved goes on on
 four."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A model of named parameters, and an optimizer of it, whose content one number per name tells."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Filters and names on whatever sizes: what is left out stays, the rest is what the whole model gives, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path

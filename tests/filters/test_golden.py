@@ -1,7 +1,5 @@
 """Names and filters on checkpoints that neuronx-distributed wrote, into dicts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

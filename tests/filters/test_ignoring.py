@@ -1,8 +1,6 @@
 """What is left out on one rank, name by name, and where the rest is found; and what ranks compare, to see that they
 leave out the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

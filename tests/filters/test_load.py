@@ -1,7 +1,5 @@
 """Names and filters of a load, feature by feature, on plain CPU torch."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saving the model alone, and tags that are filled from values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a save leaves out: named as for a load, and of all kinds of tags."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """ZeRO-1 shards are copies of weights: whatever of model and optimizer is left out, the next step keeps what is loaded,
 and what stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

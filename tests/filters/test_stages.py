@@ -1,8 +1,6 @@
 """A pipeline's tags that neuronx-distributed wrote, which say no names of the optimizer's parameters, loaded into
 models that are not quite the saved ones."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

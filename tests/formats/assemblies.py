@@ -1,7 +1,5 @@
 """Tensors put together from parts of saved ones, at random, and files in memory that count what is read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What the tests of formats share: files in memory, comparable trees, and random ones."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Callable

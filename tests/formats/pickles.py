@@ -1,7 +1,5 @@
 """Pickles by hand, opcode by opcode: what no pickler would write."""
 
-from __future__ import annotations
-
 
 def text(value: str) -> bytes:
     return b"X" + len(value).to_bytes(4, "little") + value.encode()

@@ -1,7 +1,5 @@
 """Tensors put together from parts of saved ones: the right elements, and no other bytes than theirs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """CRC-32 by parts."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The edges of what a pickle may be: exact limits, opcodes that few picklers write, names that only look right."""
 
-from __future__ import annotations
-
 import argparse
 import decimal
 import fractions

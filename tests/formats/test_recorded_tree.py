@@ -1,7 +1,5 @@
 """Trees in an index: what is recorded comes back as from the pickle, and nothing else is believed."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Safetensors files: what we write, their library reads, and the reverse; and whatever it refuses, we refuse."""
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """Stubs, and trees of tensors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from argparse import Namespace

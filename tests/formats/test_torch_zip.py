@@ -1,7 +1,5 @@
 """Reading torch zip files: everything in them, from few reads, and nothing that is not verified."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

@@ -1,7 +1,5 @@
 """Files laid out before their tensors are there: read by everyone, covered to the last byte."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import shutil

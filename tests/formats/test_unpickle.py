@@ -1,7 +1,5 @@
 """Data, not code: what a checkpoint's pickle may be, and what becomes of one that is more."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """References, tids, info, and who writes what."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The golden checkpoints: which there are, what each rank held when they were saved, and live objects to load into."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

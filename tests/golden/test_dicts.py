@@ -1,7 +1,5 @@
 """What NxD 0.18 wrote loads through ``load_checkpoint`` into empty dicts, as every rank held it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

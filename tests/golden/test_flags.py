@@ -1,7 +1,5 @@
 """Tags of version 0.1 whose manifests have a flag as a caller passed it, as an int, a string or null: they load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What NxD 0.18 wrote loads into live modules and optimizers, as every rank held it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an earlier release of ours wrote loads, verifies and converts as on the day when it was written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 They were made with tests/integrations: a Trainer's ``checkpoint-2``; an Accelerator's with a second model.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What NxD's converter writes, ``model/`` and nothing beside it: taken by its name, as by NxD, and never chosen."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """NxD that saves over a tag of ours is noticed: the tag is then read as what NxD wrote."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -3,8 +3,6 @@
 Run it on a release, and keep the tar under a name of its own: what a release wrote, every later one must load.
 """
 
-from __future__ import annotations
-
 import sys
 import tarfile
 import tempfile

@@ -4,8 +4,6 @@ SIGINT ends a run early. What is trouble is kept below ``tests/hostile/corpus``,
 from.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import signal

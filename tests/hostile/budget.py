@@ -1,7 +1,5 @@
 """What reading one file may cost, however small it is: tests/counts.md promises this much."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import time

@@ -1,7 +1,5 @@
 """Damage to files: seeded, at random places, and such as lets what is right around it stay right."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickletools

@@ -3,8 +3,6 @@
 Those that are made by a rule are here; those that a run of the fuzz tests found are files below ``corpus``.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import tarfile

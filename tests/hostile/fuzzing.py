@@ -1,7 +1,5 @@
 """Reading damaged files: what no reader may do, and how many were tried."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 import warnings

@@ -4,8 +4,6 @@
 each in a copy of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 Who sends them has proved to belong to the job; what is sent may be anything all the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

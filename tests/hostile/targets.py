@@ -1,7 +1,5 @@
 """Everything that parses a file: one :class:`Target` each, which reads its bytes as the library does."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

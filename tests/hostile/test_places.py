@@ -3,8 +3,6 @@
 A process tries all kinds in one place (``places``), with a limit on memory.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -1,7 +1,5 @@
 """Whatever a file holds, whoever reads it: what it says or an error of ours, within a budget of CPU and memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Small files that ask for much: refused with what was found and what the limit is, before time or memory is spent."""
 
-from __future__ import annotations
-
 import decimal
 import fractions
 import itertools

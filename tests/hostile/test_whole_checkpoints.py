@@ -1,7 +1,5 @@
 """Whatever a damaged file is, and whoever reads it: errors of ours, in bounded time and memory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

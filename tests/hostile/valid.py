@@ -1,7 +1,5 @@
 """One or more valid files for each reader: what damaged ones are made of."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -6,8 +6,6 @@ does not shield them. Memory and CPU time of the process are limited. What leave
 is printed, with its case.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Files that cost a reader as much as their bytes can: one thing of a kind, again and again."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

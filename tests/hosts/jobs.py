@@ -1,8 +1,6 @@
 """What the ranks of a job do whose first tier is each host's own: plain processes, joined by gloo, hosts that are
 directories."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The disks of three hosts together are a storage like any other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

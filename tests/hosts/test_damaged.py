@@ -1,7 +1,5 @@
 """A file whose bytes changed on a host's disk: it is read from the copy on another host, and there is no other tier."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A lower tier is filled by each host with what it holds: real processes, which are hosts as each has its directory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Jobs whose first tier is each host's own disk: real processes, which are hosts because each has its directory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What arrives over the network: strangers, hosts that say nothing or something wrong, keys that lead away."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import struct

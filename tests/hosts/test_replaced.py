@@ -1,7 +1,5 @@
 """After a host was lost and replaced by one with an empty disk: its replicas are read, and nothing else."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """After a load that found a host replaced: what it had is copied to it anew, before anything is saved."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Mapping

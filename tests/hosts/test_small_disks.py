@@ -1,8 +1,6 @@
 """Disks of hosts that are full to the last page or inode, or that are unmounted: a save fails on all ranks, which say
 why, and the next one works."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hosts' disks as one store: what lies where, and what is found after a host was away, lost or replaced."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

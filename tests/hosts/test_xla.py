@@ -1,7 +1,5 @@
 """A disk in each host, where the ranks are processes of torch-xla: a save, the copy to a lower tier, and loads."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks of a job on three hosts do, one on each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hosts of a job in one process: each has a directory, a server on a loopback address of its own, and a view of all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small random models of transformers, family by family, and the jobs that they are imported for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

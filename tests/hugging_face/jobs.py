@@ -1,7 +1,5 @@
 """Random models and the jobs that train them."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from nxd_ckpt.core.heads import HARDWARE

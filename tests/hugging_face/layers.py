@@ -3,8 +3,6 @@
 Every layer starts as zeros: what it computes comes from a checkpoint.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Nothing here knows of mappings, pieces or boxes: tensors are split, reordered an
 person would convert a model by hand.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tags of jobs that train Hugging Face models, and the directories that are exported from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from itertools import product

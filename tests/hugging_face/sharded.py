@@ -4,8 +4,6 @@ Names are NxD's, sizes those of a :class:`~tests.hugging_face.reference.Job`. A 
 only.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """``tools/checkpoint_converter.py``: NxD's flags, and what comes of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

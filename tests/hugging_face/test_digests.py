@@ -1,7 +1,5 @@
 """Digests out of the door: what is written as plain files carries them, we compare them, and others read the files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

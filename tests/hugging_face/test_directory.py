@@ -1,7 +1,5 @@
 """Hugging Face directories as they are found: what is read, what is refused, and that ranks read their slices only."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """256 experts of a layer in one tensor: it is never whole in memory, in whatever form it comes or goes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

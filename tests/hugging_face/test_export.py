@@ -1,7 +1,5 @@
 """Exports: whatever job saved the model, the directory holds Hugging Face's tensors, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

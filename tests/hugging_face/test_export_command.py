@@ -1,7 +1,5 @@
 """``nxd-ckpt convert --to hf``: what it prints and returns."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where and by whom an export is written: object stores, several processes, little memory."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 from typing import Any

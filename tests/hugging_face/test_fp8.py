@@ -1,7 +1,5 @@
 """Weights of 8 bits (FP8), as DeepSeek, Qwen, Mistral and compressed-tensors write them, are read as plain numbers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

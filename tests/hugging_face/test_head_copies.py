@@ -1,7 +1,5 @@
 """Copies of key-value heads: in whose order they lie shows by reading them, and nothing wrong is exported."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Imports: a Hugging Face directory becomes the tag of a job of any sizes, bit for bit, and comes back from it."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

@@ -1,7 +1,5 @@
 """Models whose layers differ by config.json: what contradicts it is refused, and multi-token prediction is left out."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import nullcontext

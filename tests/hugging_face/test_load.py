@@ -1,7 +1,5 @@
 """Live models load straight from a Hugging Face directory: each rank its slices, on any sizes, and all or none."""
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Callable

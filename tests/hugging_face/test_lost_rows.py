@@ -1,7 +1,5 @@
 """Rows of a vocabulary, and heads, are cut off as padding only where the sizes explain them and they are zero."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

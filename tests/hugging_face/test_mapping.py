@@ -1,7 +1,5 @@
 """The shipped mappings: their orders of heads, and what does not fit them. What they map is imported and exported."""
 
-from __future__ import annotations
-
 import pytest
 
 from nxd_ckpt.core.heads import Heads

@@ -1,7 +1,5 @@
 """Mapping files: what the package ships, a user's own, and what is wrong with one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

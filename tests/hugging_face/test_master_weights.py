@@ -1,7 +1,5 @@
 """Exports from the optimizer's master weights: more exact than the model's, or all that was saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

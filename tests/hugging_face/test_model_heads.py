@@ -1,7 +1,5 @@
 """Directories of models without a head, or with another one, load into such models, and become tags and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

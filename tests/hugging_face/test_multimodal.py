@@ -1,7 +1,5 @@
 """The text model of a multimodal one: imported, loaded and exported, in both orders of names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Exports with the optimizer: its state under Hugging Face's names, cut as the weights that it belongs to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

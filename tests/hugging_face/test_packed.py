@@ -1,7 +1,5 @@
 """Hugging Face tensors that hold several layers: what ranks get of them, and what is made of them again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

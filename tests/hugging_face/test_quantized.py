@@ -1,7 +1,5 @@
 """gpt-oss in 4 bits (MXFP4), as openai/gpt-oss has it: imported and loaded in bfloat16, as transformers makes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

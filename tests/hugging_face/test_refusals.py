@@ -1,7 +1,5 @@
 """What an export refuses, with the reason, leaving everything as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Hugging Face model trains on where its ranks share it out, and goes back: transformers sees what they computed."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The real client: transformers loads what was exported, and computes the same logits with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

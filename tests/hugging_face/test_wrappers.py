@@ -1,7 +1,5 @@
 """Names that wrappers put before those of parameters are seen through: in files, in tags, and in live models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Tags of jobs whose optimizer has state, and what that is in Hugging Face's terms: all cut by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A job that trains a Hugging Face model on from its directory. Run on every rank of a pool."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small job of accelerate's, and what each rank of a group does with it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Runs in forked processes, of which one is killed at a change of the file system. They import nothing."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

@@ -1,7 +1,5 @@
 """A small Lightning module with dropout, its data, and runs of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

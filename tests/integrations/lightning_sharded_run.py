@@ -1,7 +1,5 @@
 """Runs of the small Lightning module under FSDP2 and torch's first FSDP, on each rank of a process group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """accelerate's save_state with our checkpoints: what it resumes, what stays, what killed saves leave."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """accelerate's save_state with our checkpoints on two ranks, under DDP and under FSDP2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """accelerate and transformers with ``any_world_size``: what two ranks saved goes on on one, and the other way round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

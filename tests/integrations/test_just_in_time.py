@@ -1,7 +1,5 @@
 """Checkpoints that transformers 5 makes at SIGTERM: by our Trainer, and what an interrupted one leaves."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

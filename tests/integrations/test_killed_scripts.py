@@ -1,7 +1,5 @@
 """A script of each trainer, killed in its saves and started again: its losses are those of a run that was not."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

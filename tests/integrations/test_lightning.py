@@ -1,7 +1,5 @@
 """Lightning's trainer with our CheckpointIO: what it keeps and resumes, and what killed or failed saves leave."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Lightning's ModelParallelStrategy (FSDP2) and FSDPStrategy with our checkpoints: on one rank, and on two."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

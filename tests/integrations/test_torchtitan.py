@@ -3,8 +3,6 @@
 The environment has torchtitan 0.3; 0.2.2 lies in a folder of its own in it, which its ranks import first.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """transformers' Trainer with our checkpoints: what is in them, what it resumes, and what killed saves leave."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

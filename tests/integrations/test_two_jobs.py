@@ -1,7 +1,5 @@
 """Two trainers in one output directory: the second is refused before it touches anything of the first."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

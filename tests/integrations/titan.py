@@ -1,7 +1,5 @@
 """A small job in TorchTitan's own containers, with our checkpoint manager; what each of two ranks does with it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What each rank of a group does with the small model of transformers', under DDP or FSDP2."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

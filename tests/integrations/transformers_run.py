@@ -1,7 +1,5 @@
 """A small model of transformers' with dropout, its data, and runs of its Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The files of a tag as plain torch sees them: ``torch.load(weights_only=False)``, nothing of nxd_ckpt's."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What NxD 0.18 saved, saved again by nxd_ckpt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saving as every rank of a job, one after the other, in one process."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path

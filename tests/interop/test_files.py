@@ -1,7 +1,5 @@
 """What nxd_ckpt writes is what NxD 0.18 writes for the same state: names, markers, structure, tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

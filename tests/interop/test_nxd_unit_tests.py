@@ -4,8 +4,6 @@ They save before the first step, when an optimizer has no tensors yet, as one ra
 parallelism, on stand-ins for the other ranks; here all ranks save.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

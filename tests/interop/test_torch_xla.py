@@ -1,7 +1,5 @@
 """torch-xla's own reader takes what nxd_ckpt writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """torch's autograd counts devices at the first backward pass of a process: torch-xla has to be there before it."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 if find_spec("torch_xla") is not None:

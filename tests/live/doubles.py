@@ -4,8 +4,6 @@ Replicas of a data-parallel group share their parameter objects and gradients, s
 rows is what an all-gather would leave behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An optimizer over tensors that are not the model's: their values are state."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

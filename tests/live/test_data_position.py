@@ -1,7 +1,5 @@
 """The place in the data over changes of dp: every sample is read once in each epoch, or the load is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ZeRO-1 with expert parallelism: two optimizers, one state dict."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What live objects see of a save or a load, in orders and modes that threads and reused memory must not change."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors whose memory is not what their shapes say: freed, cut short, expanded, or awaited by a backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models as state trees, and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Several models and optimizers by name, and other objects with a state, in one tag."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two things are called torch-neuronx. The native one, from 2.13 on, is not taken for the backend of torch-xla."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.processes import run_program

@@ -1,7 +1,5 @@
 """The topology of a live neuronx-distributed job."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

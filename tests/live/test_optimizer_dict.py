@@ -1,7 +1,5 @@
 """State dicts in place of live optimizers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

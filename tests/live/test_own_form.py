@@ -1,7 +1,5 @@
 """Optimizers whose state dict has a form of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plain torch optimizers as state trees, and back."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Random state as plain data."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

@@ -1,7 +1,5 @@
 """What tells a plan of an earlier save from one that a state needs now."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

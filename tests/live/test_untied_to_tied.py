@@ -1,7 +1,5 @@
 """Two saved tensors for one tied live parameter: equal ones load, of different ones none is dropped without a word."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Transfers and the real ZeroRedundancyOptimizer on an XLA device: bit for bit, and without compiling anything."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """ZeRO-1 optimizers as state trees, and back, on doubles that run on plain CPU torch."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -5,8 +5,6 @@
 
 # ruff: noqa: E501 - a line for each edit, with the code as it is and as it becomes
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Saves and loads that show whether broken code is noticed, see `proof_edits`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A checkpoint that its own path names: one tag, a file, or what another program wrote into a directory of its own."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 import uuid

@@ -1,7 +1,5 @@
 """What is on its way to a device arrives in order, and little of it is in memory at once."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

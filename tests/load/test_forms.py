@@ -1,7 +1,5 @@
 """Content of another form than its name tells: found before anything changes, whatever wrote the tag."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

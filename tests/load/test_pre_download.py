@@ -1,7 +1,5 @@
 """Loads with ``pre_download``, what ``verify=None`` stands for, and what a load says of itself."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

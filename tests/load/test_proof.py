@@ -1,7 +1,5 @@
 """A load proves what it did: live objects are captured again and compared with what it meant to put there."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

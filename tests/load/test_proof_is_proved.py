@@ -1,7 +1,5 @@
 """The proof of a load is proved: code that is broken in many ways is noticed, with every other test off."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.load.proof_edits import EDITS, NOTHING, PROOF, Edit, noticed, outcome

@@ -1,7 +1,5 @@
 """Sharing among replicas: who verifies what, on what terms, and a broadcast that fails for all if it fails for one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Names of the tag that are not the model's, and the reverse: the same message on the same sizes and on all others."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

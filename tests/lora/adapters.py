@@ -1,7 +1,5 @@
 """LoRA adapters of a Hugging Face model, and what each rank of an NxD job holds of them."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.hugging_face.reference import Job, Model, State

@@ -6,8 +6,6 @@ are made after the base was moved to its device, and are moved by themselves, so
 that say how it is cut; those of the base have.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass

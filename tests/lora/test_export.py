@@ -1,7 +1,5 @@
 """Adapters as PEFT's files: the real client loads them, and computes what the trained model would."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Models with NxD's LoRA adapters: the base is loaded from what was saved without them, and adapters live like any
 parameters: saved, resumed, cut for other sizes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of Hugging Face's names on meshes: loaded from a directory, saved, and what they hold, put together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

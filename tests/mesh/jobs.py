@@ -1,7 +1,5 @@
 """Jobs of FSDP2 and tensor parallelism on gloo ranks: a small model on meshes of many kinds, saved and loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

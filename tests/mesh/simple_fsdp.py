@@ -1,7 +1,5 @@
 """SimpleFSDP on gloo ranks: DTensor parameters that each forward pass gathers, by TorchTitan or parametrizations."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

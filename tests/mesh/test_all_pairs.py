@@ -1,8 +1,6 @@
 """Every mesh loads what every other one saved, and every job of NxD, and the reverse: on up to eight real ranks, in a
 run that has time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

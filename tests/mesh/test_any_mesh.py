@@ -1,7 +1,5 @@
 """FSDP2 and tensor parallelism on real gloo ranks: what one mesh saved, another one loads, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """A load onto another mesh, and between meshes and NxD's jobs, reads what each rank holds and little else; the ranks of
 a mesh share the verifying."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

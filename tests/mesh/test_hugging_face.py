@@ -1,7 +1,5 @@
 """Hugging Face directories and meshes: loaded into DTensors, and exported from tags of mesh jobs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

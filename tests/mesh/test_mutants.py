@@ -1,7 +1,5 @@
 """What a broken save or resume leaves in a tag of FSDP2 is found: one thing is changed in what its ranks hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several models and optimizers of a mesh job, by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From neuronx-distributed's jobs to meshes and back: model and optimizer, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which boxes of a global tensor a rank of a mesh holds: as torch's DTensor cuts it."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from math import prod

@@ -1,7 +1,5 @@
 """Independent models on some of the ranks each: they save, load and resume without the others (``process_group=``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An optimizer's plain tensors of a rank's own shard come back to that rank, and to no other one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that hold the same shards, as in HSDP, read and verify each once among them, and get every bit."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

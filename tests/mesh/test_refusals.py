@@ -1,7 +1,5 @@
 """DTensors that no checkpoint can hold: refused on all ranks, by name, before anything is written or changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

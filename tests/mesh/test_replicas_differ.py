@@ -1,7 +1,5 @@
 """Replicas that are not alike are named once, and keep their values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saves of a mesh job: later ones ask nobody, replicas share the writing, names are torch's."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

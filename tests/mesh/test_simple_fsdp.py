@@ -1,7 +1,5 @@
 """SimpleFSDP, by TorchTitan and by parametrizations, alone and with tensor parallelism, to and from other jobs."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whatever reads tags reads those of a mesh: the tools know nothing of meshes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

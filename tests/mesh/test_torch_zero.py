@@ -1,7 +1,5 @@
 """torch's ZeroRedundancyOptimizer, whose ranks step parameters of their own: resumed, it goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

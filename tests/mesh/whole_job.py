@@ -1,7 +1,5 @@
 """A job of DTensors whose whole model and optimizer are those of tests.reshard: what NxD's jobs save, it must load."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """What a torch DCP directory holds, as torch reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

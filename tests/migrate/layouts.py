@@ -1,7 +1,5 @@
 """One small checkpoint of every layout that is recognised, and how each is migrated."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ The model is transformers' own Llama, so that what comes back can be trained on 
 what is tested is that no bit of its state is lost, or in the wrong place, on the way through the ranks' files.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters that optimum-neuron trained become PEFT's files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

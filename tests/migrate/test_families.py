@@ -1,7 +1,5 @@
 """Which form takes which family, tried: the table of docs/convert.md, from tags of jobs of several ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

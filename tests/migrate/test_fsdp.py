@@ -1,7 +1,5 @@
 """torch-xla's own FSDP writes the ranks' files: its consolidation and a migration find the same tensors in them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

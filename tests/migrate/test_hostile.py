@@ -1,7 +1,5 @@
 """Checkpoints of every layout that are mixed, incomplete or contradict themselves: refused, and nothing is written."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

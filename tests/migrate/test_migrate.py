@@ -1,7 +1,5 @@
 """Runs of Neuron's trainers continue on plain torch: every layout that is carried, in every form."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

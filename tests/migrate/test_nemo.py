@@ -1,7 +1,5 @@
 """Runs of neuronx-nemo-megatron continue on plain torch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

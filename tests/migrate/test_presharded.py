@@ -1,7 +1,5 @@
 """Models as NxD inference loads them, a file of each tensor-parallel rank: read, and written for any sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is no checkpoint of one known layout, or contradicts itself, is refused by name, and nothing is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Directories that the real torch_checkpointing 0.1.1 wrote (`tests.golden.write_torch_checkpointing`), without it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Checkpoints for TorchTitan 0.3 and 0.2.2: its own modules, optimizers and schedulers load them strictly."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ For each family in it, ``FAMILY/step-0`` is loaded strictly into TorchTitan's mo
 and ``FAMILY/step-3``, if it is there, into its optimizer and scheduler too. What they then have goes to files beside.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

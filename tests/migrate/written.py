@@ -7,8 +7,6 @@ Provenance: every name and key is from the projects' sources, which sources.md h
 its order of query heads is that of optimum-neuron's ``compute_query_indices_for_rank`` was checked for 63 sizes.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters as optimum-neuron writes them, generated from the facts of its sources, which sources.md here lists."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What torch DCP's state dicts of a run hold, and what SageMaker's tiered storage makes of them: a directory of each
 rank, and the metadata of all in the first one's (sources.md here has the sources)."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ neuronx-nemo-megatron, ``nlp_overrides.py``, ``serialization.py``, ``model_utils
 that convert to and from Hugging Face). How ranks hold the tensors is written out here with torch alone.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass

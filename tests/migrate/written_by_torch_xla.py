@@ -2,8 +2,6 @@
 sources). tests/migrate/test_fsdp.py compares these files with those of the real FSDP, where torch-xla is installed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import count

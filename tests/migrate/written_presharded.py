@@ -1,7 +1,5 @@
 """Models as NxD inference loads them, generated from the facts of its sources."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 Each module is tried with the tests of :data:`TESTS` only, the fastest that are about it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Mutants that no test can notice, or none should: why, by module and name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 _AT_IMPORT = "it ran when the module was imported, before a mutant could take its place"

@@ -4,8 +4,6 @@ Only bodies of functions are changed. Texts stay (they are what messages are mad
 arguments of what is raised, and what is logged.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

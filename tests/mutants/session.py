@@ -6,8 +6,6 @@ line, the fastest first, until one fails. In its fork the code of the functions 
 function holds the mutant, and nothing is imported anew.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """A change to the code of functions reaches those that exist."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

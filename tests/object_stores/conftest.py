@@ -1,7 +1,5 @@
 """Uploads in the smallest parts that S3 takes, so that little data goes up in several."""
 
-from __future__ import annotations
-
 import pytest
 
 from nxd_ckpt.storage.s3 import upload

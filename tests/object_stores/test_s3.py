@@ -1,7 +1,5 @@
 """The functions, the command, copies and local copies against an S3 server: the same as with a directory."""
 
-from __future__ import annotations
-
 import json
 import logging
 import signal

@@ -1,7 +1,5 @@
 """Jobs that save to a real S3 server and resume on other sizes: they read no more than they need."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

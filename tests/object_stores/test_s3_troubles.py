@@ -1,7 +1,5 @@
 """Jobs on an S3 server that refuses them, at the start or in the middle, and places that are easily confused."""
 
-from __future__ import annotations
-
 import json
 import threading
 import uuid

@@ -3,8 +3,6 @@
 ``python -m tests.options.keywords`` writes them anew, in the repository's root.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Or it is refused by name, on all ranks alike, before anything is written.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields

@@ -1,7 +1,5 @@
 """Options: a dataclass says what keywords a function takes, and signatures, help and type checkers all follow it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

@@ -3,8 +3,6 @@
 So it does in a script of a user. An error that it does not find is one more "unused type: ignore".
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 from nxd_ckpt import Checkpointer, Partition, Topology, convert, load_checkpoint, open_checkpoint, save_checkpoint

@@ -1,7 +1,5 @@
 """Children of multiprocessing that end with an async save."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks of the storage that hold a save."""
 
-from __future__ import annotations
-
 import threading
 
 from nxd_ckpt.testing.storage import Operation

@@ -1,7 +1,5 @@
 """Jobs: ranks that are new processes, as a launcher starts them, and that may be killed. Each takes little to start."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle

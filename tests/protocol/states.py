@@ -1,7 +1,5 @@
 """What the jobs of these tests save, and how its content is recognised: one number tells which save it was."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A job of one process on a store in memory, and what is found there."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Async saves: the caller pays for the copy only, and what was saved is the state at the call."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

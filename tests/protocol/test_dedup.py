@@ -1,7 +1,5 @@
 """``dedup=True``: what did not change is not written again, and no tag needs another."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

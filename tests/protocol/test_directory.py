@@ -1,7 +1,5 @@
 """One job, one directory: ranks that do not mean the same one, and jobs that meet in one."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

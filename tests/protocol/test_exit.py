@@ -1,7 +1,5 @@
 """How a process ends with a save in flight."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from subprocess import CompletedProcess
 

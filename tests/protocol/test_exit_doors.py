@@ -4,8 +4,6 @@ On two Pythons: from 3.12 on an exiting interpreter starts no threads, and child
 ``atexit`` only from 3.13 on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess

@@ -1,7 +1,5 @@
 """``on_save_failure="warn"``: training goes on after a failed save, but not after too many in a row."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One failure reaches everyone, no one hangs, and the next save works."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """``load(fallback=True)``: from a latest tag that is damaged to the newest one that is not."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A job of several processes whose script forgot init_process_group, or called it too late: no rank saves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Forked children: they are refused what is their parent's, may make their own, and harm nobody."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """What save returns is a future of the standard library: it is waited for, awaited, and called back from."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a job leaves in its directory besides the tags: nothing that nobody needs."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What killed processes and failing disks leave in a job's own directory, and what readers make of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

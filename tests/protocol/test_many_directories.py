@@ -1,7 +1,5 @@
 """A directory for each save, as optimum-neuron and transformers name them: what the process keeps stays the same."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """What looking at a store of many tags asks for: as much of each tag, however many there are."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """After a call that not all ranks made, the next one that all make works."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

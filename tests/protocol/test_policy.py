@@ -1,7 +1,5 @@
 """Retention by rules: at saves, in directories and stores, and by ``prune``; pinned tags stay."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

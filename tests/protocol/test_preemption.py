@@ -1,7 +1,5 @@
 """A signal on one rank makes all save the same step, and stop."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@ Before each operation of a reader in turn, a job saves: under the name that is b
 the old one goes. What is read is then all of one save, or TagReplaced says what happened.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

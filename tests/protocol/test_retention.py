@@ -1,7 +1,5 @@
 """Which tags there are after a save: order, overwriting, and how many are kept."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A Checkpointer says after which steps to save: the same on all ranks."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

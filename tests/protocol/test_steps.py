@@ -1,7 +1,5 @@
 """Steps: an int names a tag, and the tags of a directory are known by the numbers in their names."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

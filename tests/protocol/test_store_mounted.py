@@ -1,7 +1,5 @@
 """A mounted object store: a directory in which no directory can be renamed. Tags are written in place there."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A store without renames: which tags there are, in which order, and which may be replaced."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from itertools import pairwise

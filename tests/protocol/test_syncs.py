@@ -1,7 +1,5 @@
 """Which of a save's files are synced."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several threads of a process that save and load: one call at a time, in the order of the calls; nothing mixes."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Sequence

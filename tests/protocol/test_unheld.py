@@ -1,7 +1,5 @@
 """A Checkpointer that nobody holds any more: a notebook's cell that runs twice, a training that is tried again."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import subprocess

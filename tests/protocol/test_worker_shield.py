@@ -1,7 +1,5 @@
 """SIGTERM for all processes of a job: data loaders' workers pass over it, until all ranks have saved the same step."""
 
-from __future__ import annotations
-
 import logging.handlers
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """``python -m tests.real_disks``: the power of a mounted disk fails, or its system calls do, while jobs save to it."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import tempfile

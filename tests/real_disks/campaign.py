@@ -1,7 +1,5 @@
 """One directory of a mounted disk, run after run of a job: in each one's second save something goes wrong for real."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

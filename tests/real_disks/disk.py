@@ -1,7 +1,5 @@
 """The simulated disk as a real file system: what real processes do to it goes through the kernel, and may fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import struct

@@ -3,8 +3,6 @@
 Numbers, flags and structures are those of ``include/uapi/linux/fuse.h``, protocol 7.31.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """A mounted disk in a process of its own, and how tests tell it what is to go wrong."""
 
-from __future__ import annotations
-
 import os
 import select
 from collections import Counter

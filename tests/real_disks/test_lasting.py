@@ -1,7 +1,5 @@
 """What a save has reported lasts, whoever made the directories: the power fails just after it, and all is there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Real processes, threads and system calls on a disk that loses power and fails, mounted for the test: nothing good is
 lost, nothing incomplete shows, all ranks are told the same, and the next job works."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Real file systems that are full, read-only or broken: a save fails on all ranks, which say why, and
 leaves what was; as soon as the disk takes it, the next one works."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

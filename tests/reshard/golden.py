@@ -1,7 +1,5 @@
 """The golden checkpoints as whole models, and what a rank of any other job holds of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

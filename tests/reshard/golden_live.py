@@ -1,7 +1,5 @@
 """A rank of another job that loads what NxD 0.18 wrote, and what it must hold then."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Every collective is real: activations are handed from stage to stage, experts se
 embedding is tied to the head across the first and the last stage.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

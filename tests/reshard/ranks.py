@@ -1,7 +1,5 @@
 """Live modules and optimizers of one rank on plain torch: with the state that a whole model gives it, or another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks of a job do that goes on from the checkpoint of another. Run on every rank of a pool."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Random models, and random pairs of jobs that cut them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import product
 from math import lcm

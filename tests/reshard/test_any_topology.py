@@ -1,7 +1,5 @@
 """What one job saved, every rank of any other job gets its part of: bit for bit, model and optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Empty dicts are filled with what a rank of any other size would hold: looking at a checkpoint without its model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a checkpoint does not say is not guessed: where two readings are possible, digests decide, or it is refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What NxD 0.18 wrote, without any index of ours, loads on other sizes."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

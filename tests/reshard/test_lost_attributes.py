@@ -1,7 +1,5 @@
 """Parameters without NxD's attributes, which ``.to(device)`` drops: their layers say how they are cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights that were saved in float32, for jobs of bfloat16 weights beside float32 master weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Live objects that are not the usual pair: a dict beside a live optimizer, interleaved and unpartitioned pipelines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank reads of a checkpoint of another size: its own blocks, each verified, and little else."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A load that cannot give every rank its part says why, and changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

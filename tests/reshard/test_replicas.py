@@ -1,7 +1,5 @@
 """Replicas that load together: each verifies a share, or with ``share_reads`` reads one; all raise one's error."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Grouped-query attention of NxD, whose key-value heads several tensor-parallel ranks share, on other sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

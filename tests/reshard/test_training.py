@@ -1,8 +1,6 @@
 """Training on real torch-xla ranks goes on on other sizes: the same state to the last bit, the same losses but for
 rounding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

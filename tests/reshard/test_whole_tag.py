@@ -1,7 +1,5 @@
 """A tag as global tensors: those that ranks were given parts of, or the reason why they cannot be put together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small transformer as a list of weights, cut as NxD's layers cut theirs, for any sizes that divide 24."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

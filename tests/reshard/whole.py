@@ -4,8 +4,6 @@ The reference is slow and obviously right: cut the whole tensor, or the numbers 
 tensors (:mod:`tests.core.cuts`). Nothing here knows of boxes, pieces or files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Whole tensors read from a tag."""
 
-from __future__ import annotations
-
 import torch
 
 from nxd_ckpt.formats.memory import torch_dtype

@@ -1,7 +1,5 @@
 """Threads beside the caller's: as many as there is to do, and none when that is done."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Param groups of replicas: those that are cut otherwise are refused at the save, those in another order come back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

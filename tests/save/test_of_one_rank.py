@@ -1,7 +1,5 @@
 """What one rank alone has, under keys that look like others, in other strides, as its content, is not lost unsaid."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, OrderedDict, defaultdict, deque
 from copy import deepcopy

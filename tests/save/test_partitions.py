@@ -1,7 +1,5 @@
 """``partitions=``: what a user says of how parameters are cut, checked against what the rank holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Plan reuse: whatever changed since the last save, a Checkpointer writes what a fresh one would, byte for byte."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

@@ -1,7 +1,5 @@
 """What ranks hold alike is compared at every save; what differs comes back to the rank that had it."""
 
-from __future__ import annotations
-
 import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

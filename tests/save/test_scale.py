@@ -1,7 +1,5 @@
 """What a save or a load asks of the storage does not grow faster than what it saves or loads. Never a timing."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """At most so many ranks of a host write at the same time, and no dead or stuck one blocks the others for ever."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Waves: every byte of every file exactly once, never more than the cap, cut where digests allow."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor

@@ -1,7 +1,5 @@
 """Structures: what two trees have to have in common for one plan to serve both."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import OrderedDict, defaultdict

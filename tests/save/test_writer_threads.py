@@ -1,7 +1,5 @@
 """Threads that write: many small files at once, an error in one of them, the end of a job."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import errno

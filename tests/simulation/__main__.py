@@ -1,8 +1,6 @@
 """``python -m tests.simulation``: run schedules, or look at all that crashes leave; count, also into
 tests/counts.md."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import logging

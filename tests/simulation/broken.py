@@ -1,8 +1,6 @@
 """``python -m tests.simulation.broken``: break a promise on purpose, in a copy of the code, and see which schedule
 notices."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import logging

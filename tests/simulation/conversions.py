@@ -3,8 +3,6 @@
 They run in one process, and do one file after the other: their threads do not interleave.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

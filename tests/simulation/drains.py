@@ -3,8 +3,6 @@
 The lower tier is the disk that loses what was not synced. The first is another one, and keeps all it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """What is on a simulated disk or store, without a line of the code that is tested."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from array import array

@@ -1,7 +1,5 @@
 """The promises of the README, one checker each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise

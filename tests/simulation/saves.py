@@ -1,7 +1,5 @@
 """The saves during which power is lost at every system call: two ranks, two saves, in the background."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from tests.simulation.crashes import Recording

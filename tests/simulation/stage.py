@@ -1,7 +1,5 @@
 """A place, and the jobs that one after the other are launched on it, in a simulated world."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Something happens before each system call of one process, one after the other: it is killed, the call fails, another
 job comes, or it stands still until that has taken over."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """The promises, in every state in which a loss of power may leave the disk; and that these are the states."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

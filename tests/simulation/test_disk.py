@@ -1,7 +1,5 @@
 """The simulated disk: the contract of storages, and what a crash leaves."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Callable

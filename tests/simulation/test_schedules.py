@@ -1,7 +1,5 @@
 """The promises, under schedules of two ranks that a seed chooses: interleavings, crashes, faults."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

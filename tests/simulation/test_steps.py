@@ -1,7 +1,5 @@
 """Tags with trainers' files, and drains: kills, errors and other jobs at every step, and states that crashes leave."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.simulation.crashes import Recording, enumerated

@@ -1,7 +1,5 @@
 """The simulated store: the contract of storages, and what a lost reply or a long listing does."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Our own LocalStorage on a simulated disk: what its system calls do there, and what a loss of power leaves."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -4,8 +4,6 @@ A trainer is one process. It writes two files of its own, which it does not sync
 and removes what is older than it keeps. All of it is read again without the code that is tested.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

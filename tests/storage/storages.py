@@ -1,7 +1,5 @@
 """Every storage there is, as the contract's tests see it."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 from pathlib import Path

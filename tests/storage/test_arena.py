@@ -1,7 +1,5 @@
 """The staging memory: page aligned, reused, capped by what the host has left."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

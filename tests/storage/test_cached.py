@@ -1,7 +1,5 @@
 """Copies on a local disk that processes share: complete, of one version of a tag, and bounded in number."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor

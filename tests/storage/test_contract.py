@@ -1,7 +1,5 @@
 """What ``nxd_ckpt.storage.base`` promises, of every storage there is."""
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from pathlib import Path

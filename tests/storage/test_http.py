@@ -1,7 +1,5 @@
 """Reading from a web server: the directory that it shows, and what it cannot do, is said by name."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

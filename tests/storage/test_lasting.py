@@ -1,7 +1,5 @@
 """What lasts when a directory's power is lost, and what a lease that changes meanwhile keeps."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

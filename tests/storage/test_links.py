@@ -1,7 +1,5 @@
 """A local directory on a file system without hard links still writes a name only if it is free."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """The storage in memory: as awkward as the contract of storages allows."""
 
-from __future__ import annotations
-
 import pytest
 
 from nxd_ckpt.storage.base import DirEntry

@@ -1,7 +1,5 @@
 """Bind mounts show a directory in another place: what lies inside of another one by them is refused as by its path."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A bar for what takes long, on a terminal only; and lines in the log."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """The contract of an open file: any ranges, in any order, in few operations; it stays the file that was opened."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What S3 has beyond the contract: options, parts, memory, listings of many pages, processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """S3 behind a network that breaks and a store that is busy: it succeeds, or fails clearly and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import time
 import uuid

@@ -1,7 +1,5 @@
 """A local directory may hold what is no file: nothing blocks, and nothing outside of it is changed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

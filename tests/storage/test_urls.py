@@ -1,7 +1,5 @@
 """Paths and URLs, and what lies below and above them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

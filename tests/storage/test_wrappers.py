@@ -1,7 +1,5 @@
 """Trying again, and going slower."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

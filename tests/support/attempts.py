@@ -1,7 +1,5 @@
 """An attempt that is about to become a tag: one rank, its storage, and a session that says little."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from nxd_ckpt.commit.publication import Publication

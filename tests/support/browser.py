@@ -1,7 +1,5 @@
 """A real browser without a window, where one is installed (Debian: apt install chromium)."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A clock for what waits: its time passes only while somebody sleeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """File systems with only so much room left."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rank logs, in a process that pytest's ``caplog`` does not reach."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Whether tests may mount file systems here, and what to say where they may not."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stand-in for neuronx-distributed's ``parallel_layers.parallel_state``, for tests that run without it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

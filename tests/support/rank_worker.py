@@ -1,7 +1,5 @@
 """A rank of a `RankPool`: it runs calls, one after the other, until the pool closes the connection."""
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Ranks that are threads of this process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

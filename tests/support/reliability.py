@@ -1,7 +1,5 @@
 """tests/counts.md: what a run of the tests writes into it, of itself."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Code of functions, replaced in place: whoever holds a function holds the new one, and nothing is imported anew."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator

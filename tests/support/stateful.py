@@ -1,7 +1,5 @@
 """What is saved as it is: an object for state=, and a module of nothing but extra state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A terminal that nobody sits at."""
 
-from __future__ import annotations
-
 import io
 
 

@@ -1,7 +1,5 @@
 """The pool of ranks reports what happened on each of them, and never waits for the dead."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

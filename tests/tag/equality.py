@@ -1,7 +1,5 @@
 """Comparing trees of tensors bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

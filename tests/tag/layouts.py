@@ -1,7 +1,5 @@
 """The layout of a tag, in one call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from nxd_ckpt.core.topology import Topology

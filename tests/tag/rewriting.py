@@ -1,7 +1,5 @@
 """Manifests and indexes written again, with digests that fit, as another version would write them."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable

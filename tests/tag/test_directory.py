@@ -1,7 +1,5 @@
 """Which tags a directory holds, which are complete, and which retention may remove."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What NxD 0.18 wrote is read back bit for bit, for every configuration and rank."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

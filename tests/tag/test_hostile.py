@@ -1,7 +1,5 @@
 """Files that say what no checkpoint says, tag by tag: an error of ours names the file, whatever is asked of it."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """The layouts of NxD 0.1 to 0.5, each as those versions wrote it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

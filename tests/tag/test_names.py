@@ -1,7 +1,5 @@
 """File names are exactly NxD's, and reading a name gives back what made it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The latest tag is the newest save: ours by their manifests wherever they were copied to, NxD's by their marker."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Tasks run in order on a few threads and the caller's; the first error of them is raised, and nothing is left over."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

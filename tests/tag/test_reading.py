@@ -1,7 +1,5 @@
 """Parts of tensors that are verified as they are read: the right elements, no block read twice, none unverified."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Our own tags load from their indexes, and no pickle in them is read; a tree that contradicts its index is refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a save may replace, and how tags are ordered after they were copied."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A store as one survey shows it: the same answers as the store's own, from few requests."""
 
-from __future__ import annotations
-
 import pytest
 
 from nxd_ckpt.storage.base import DirEntry

@@ -1,7 +1,5 @@
 """Reading one tag: older versions, mixtures, and what is missing or damaged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a tag keeps of its trees: those that were read last, and no more than a given number of tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tags whose bytes are those that were written, in a form that this version does not read: they are not damaged."""
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Verifying a whole tag: a flipped byte anywhere is found, and the file is named; NxD's as far as digests reach."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """A path to something else than a directory of tags: every reader reads it, or says what it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

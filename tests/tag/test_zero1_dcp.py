@@ -1,7 +1,5 @@
 """ZeRO-1 optimizers in torch DCP directories, as NxD's ``use_zero1_dcp`` lays them out, and hostile metadata."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Writing xser files as torch-xla and NxD lay them out."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

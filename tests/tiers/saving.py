@@ -1,7 +1,5 @@
 """What the tests of tiers save, and what they find there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tiers: what is visible on the first is copied to the others, and nothing that happens there disturbs training."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import threading

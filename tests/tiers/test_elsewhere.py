@@ -1,7 +1,5 @@
 """The path of a tier leads to another place in mid-run: it was unmounted, or a link came in its place."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A load takes each file from the nearest tier that has it as it was saved, and proves all of them."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 from collections.abc import Callable, Iterator

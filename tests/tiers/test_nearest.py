@@ -1,7 +1,5 @@
 """A load takes the newest tag, from the nearest of the tiers that have it."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """A network file system that answers with ESTALE from one moment on, or once: as after its server was replaced."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

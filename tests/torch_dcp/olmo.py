@@ -1,7 +1,5 @@
 """What each rank does with OLMo-core: saving with its function, and resuming with its own what we made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

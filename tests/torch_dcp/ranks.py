@@ -1,7 +1,5 @@
 """What each of two ranks does with torch DCP: loading a tag into DTensors, into FSDP2, and back from conversions."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

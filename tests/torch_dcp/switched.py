@@ -1,7 +1,5 @@
 """What a rank does with nxd_ckpt.dcp: the calls of a script that was written for torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

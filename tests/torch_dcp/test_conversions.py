@@ -1,7 +1,5 @@
 """Tags from and to torch DCP directories: read by the real torch, both ways bit for bit, and what is refused."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import uuid

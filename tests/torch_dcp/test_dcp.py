@@ -1,7 +1,5 @@
 """nxd_ckpt.dcp: scripts of torch.distributed.checkpoint switch by one import."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -1,7 +1,5 @@
 """What torch DCP writes of large jobs is read, however many objects it has: it has bytes for each of them."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 

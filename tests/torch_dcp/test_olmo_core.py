@@ -1,7 +1,5 @@
 """OLMo-core, the real one: we read what its functions wrote, and they read what we write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

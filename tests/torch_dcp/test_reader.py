@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint.load reads tags: any box of any tensor, any placement, values, and what it cannot."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 from pathlib import Path

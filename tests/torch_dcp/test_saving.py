@@ -1,7 +1,5 @@
 """``use_zero1_dcp=True``: a ZeRO-1 optimizer as torch DCP directory, as NxD writes it, padded parameters too."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint.save writes tags: complete or invisible, read by torch and by us, whatever fails."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

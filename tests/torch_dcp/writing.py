@@ -1,7 +1,5 @@
 """What a rank does with our StorageWriter: saving under FSDP2, with DTensors, in threads and processes, and failing."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers with the state of public ones, small: what they keep, in which types and shapes, is theirs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ It trains for real on any topology: tensor-parallel layers reduce over their gro
 Pipeline stages are trained each by itself: what matters here is which names a rank holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

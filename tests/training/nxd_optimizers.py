@@ -1,7 +1,5 @@
 """Doubles of NxD's optimizers on torch-xla's own ZeRO-1: to be imported on ranks only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training objects that a resume must not change. A case is one line: what makes a model, an optimizer, a scheduler."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

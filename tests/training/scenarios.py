@@ -1,7 +1,5 @@
 """What the ranks of a training test do. Each function runs on every rank of a pool."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

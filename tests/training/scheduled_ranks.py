@@ -1,7 +1,5 @@
 """A run of :mod:`tests.training.schedules` on every rank of a pool, with torch-xla's own ZeRO-1, made late."""
 
-from __future__ import annotations
-
 import nxd_ckpt
 from nxd_ckpt import Topology
 from nxd_ckpt.errors import InvalidArgument

@@ -1,7 +1,5 @@
 """A small run with any optimizer and any scheduler, on the CPU or on ranks, and what a resume must not change in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """Dtypes that torch has no copy kernels for come back, by every path; tensors that are more than their elements are
 refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LBFGS keeps lists of tensors: they are saved and loaded in each form; what NxD makes of them in xser form is said."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Hooks, and state of a user's own: what torch's load_state_dict calls is called, and what was saved comes back."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import io

@@ -1,7 +1,5 @@
 """A resumed run is the uninterrupted one, for every training object of the registry; and what is not, is said."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

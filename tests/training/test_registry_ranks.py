@@ -1,7 +1,5 @@
 """A resumed run of four ranks is the uninterrupted one, where a rank or a group of ranks has state of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that a trainer resumes by our plug-in is the uninterrupted one, for optimizers of the registry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resumed run is the uninterrupted one with torch-xla's ZeRO-1, for optimizers of the registry."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

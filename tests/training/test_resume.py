@@ -1,7 +1,5 @@
 """Training on real torch-xla ranks: a resumed run is the same run, on every layout."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 from typing import Any

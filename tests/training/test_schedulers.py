@@ -1,7 +1,5 @@
 """Every kind of optimizer with every kind of scheduler: a resumed run steps with the same options, to the last bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

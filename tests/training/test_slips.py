@@ -1,7 +1,5 @@
 """What a person passes by mistake is refused by name, before anything changes."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a load makes anew lies in memory as it did at the save: as with torch, also where no live tensor tells."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

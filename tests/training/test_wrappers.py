@@ -1,7 +1,5 @@
 """Wrapped and unwrapped models load each other: torch.compile, data parallelism, activation checkpointing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

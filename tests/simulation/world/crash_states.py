@@ -6,8 +6,6 @@ a name, what does this file hold. Each is answered in every way that is possible
 same questions and answers cannot be told apart: one of them is looked at.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ than a page takes several requests, between which things change, and a request t
 after the other, in any order. Requests have the names and parameters of boto3's client, and replies its fields.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

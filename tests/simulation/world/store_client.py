@@ -3,8 +3,6 @@
 A client repeats what may be repeated, as boto3 does, so a request whose reply is lost may happen twice.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import dataclass

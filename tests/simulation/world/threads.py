@@ -1,7 +1,5 @@
 """The threads, locks and times of :mod:`nxd_ckpt.effects`, in a simulated world."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future

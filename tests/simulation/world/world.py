@@ -5,8 +5,6 @@ takes simulated seconds here, so that the order of events is the order of the ti
 costs nothing. A process is what dies as one: its tasks never run again.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections.abc import Callable
