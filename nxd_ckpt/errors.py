@@ -2,12 +2,12 @@
 
 Each message names the thing (tag, rank, file, tensor), what was expected, what was found, and what to do next::
 
-    CheckpointError
+    CheckpointError (RuntimeError)
     ├── InvalidArgument (ValueError)             a parameter that no rank could honour
     │   └── InvalidTag
     ├── UnsupportedState                         SPMD, sparse tensors, ...: named, with what to use instead
     ├── UnsupportedSystem                        this operating system lacks what was asked for
-    ├── CheckpointNotFound (FileNotFoundError, RuntimeError)   no directory, no complete tag, no such tag
+    ├── CheckpointNotFound (FileNotFoundError)   no directory, no complete tag, no such tag
     │   └── PartNotFound                         the tag has no model / optimizer / scheduler / rank file
     │       └── PartLost                         it had it when it was saved
     ├── ResumeDiffers (AssertionError)           what is live after a load is not what it meant to put there
@@ -16,12 +16,12 @@ Each message names the thing (tag, rank, file, tensor), what was expected, what 
     │   ├── MalformedFile                        truncated, or not the format its name says
     │   │   └── UnreadableFormat                 written so, but not for this version: no damage
     │   └── DigestMismatch                       the bytes of a tensor or file changed
-    ├── UnsafePickle                             a pickle that is more than data
+    ├── UnsafePickle (UnpicklingError)           a pickle that is more than data
     ├── IncompatibleState                        checkpoint and live objects do not fit
-    │   ├── KeyMismatch (RuntimeError)           missing or unexpected names under strict
-    │   ├── ShapeMismatch (RuntimeError)
+    │   ├── KeyMismatch                          missing or unexpected names under strict
+    │   ├── ShapeMismatch
     │   ├── DtypeMismatch
-    │   ├── OptimizerMismatch                    ZeRO-1 into plain, plain into ZeRO-1, other groups
+    │   ├── OptimizerMismatch (ValueError)       ZeRO-1 into plain, plain into ZeRO-1, other groups
     │   └── TopologyMismatch                     saved on other dp/tp/pp/ep sizes
     ├── CheckpointerClosed                       a save or step after its end
     ├── DirectoryInUse                           another live job writes here
@@ -48,12 +48,13 @@ import errno
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from functools import wraps
+from pickle import UnpicklingError
 from typing import Any, cast
 
 from nxd_ckpt.surroundings import FunctionT, neutral, untraced
 
 
-class CheckpointError(Exception):
+class CheckpointError(RuntimeError):
     """Base of all errors that nxd_ckpt raises on purpose."""
 
 
@@ -73,7 +74,7 @@ class UnsupportedSystem(CheckpointError):
     """The operating system lacks what this needs; the message says what that is, and what works."""
 
 
-class CheckpointNotFound(CheckpointError, FileNotFoundError, RuntimeError):
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """No such directory, no complete tag in it, or no such tag."""
 
 
@@ -112,7 +113,7 @@ class DigestMismatch(CorruptCheckpoint):
     """The bytes of a file or tensor are not those that were written."""
 
 
-class UnsafePickle(CheckpointError):
+class UnsafePickle(CheckpointError, UnpicklingError):
     """A pickle asks for something that is not plain data."""
 
 
@@ -120,11 +121,11 @@ class IncompatibleState(CheckpointError):
     """The checkpoint and the live objects do not fit together; nothing was changed."""
 
 
-class KeyMismatch(IncompatibleState, RuntimeError):
+class KeyMismatch(IncompatibleState):
     """Names are missing from, or unexpected in, the checkpoint."""
 
 
-class ShapeMismatch(IncompatibleState, RuntimeError):
+class ShapeMismatch(IncompatibleState):
     """A tensor has another shape in the checkpoint than live."""
 
 
@@ -132,7 +133,7 @@ class DtypeMismatch(IncompatibleState):
     """A tensor has another dtype in the checkpoint than live."""
 
 
-class OptimizerMismatch(IncompatibleState):
+class OptimizerMismatch(IncompatibleState, ValueError):
     """The optimizer in the checkpoint is of another kind or structure than the live one."""
 
 
@@ -215,7 +216,7 @@ _ADVICE = {
     errno.ENOSPC: "free space there, or keep fewer checkpoints (num_kept_ckpts=, retain=)",
     errno.EDQUOT: "free space there, or have the quota raised",
     errno.ENAMETOOLONG: "choose a shorter path",
-    errno.EACCES: "choose a directory that this user may write to",
+    errno.EACCES: "choose a directory that this user may read and write",
 }
 
 

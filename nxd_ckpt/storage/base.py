@@ -290,6 +290,10 @@ class Storage(ABC):
     def set_time(self, key: str, seconds: float) -> None:
         """Set when it was last modified, unless times belong to the store."""
 
+    def is_link(self, key: str) -> bool:
+        """Return whether this is another name, a symbolic link, of something."""
+        return False
+
     def without_links(self) -> Storage | None:
         """Return the directory of its root by a path without links; None if there is no such path."""
         return None

@@ -46,6 +46,9 @@ class LocalStorage(Storage):
         self._prefix = os.path.join(self.url, "")
         self.concurrency: int = min(_cores(), 8)
 
+    def is_link(self, key: str) -> bool:
+        return stat.S_ISLNK(_mode(self._at(key), follow=False))
+
     def without_links(self) -> LocalStorage:
         return LocalStorage(self.root.resolve(), self.durable)
 

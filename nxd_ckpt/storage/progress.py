@@ -32,7 +32,10 @@ class Counter:
 
 def is_watched() -> bool:
     """Return whether somebody can see a bar: standard error is a terminal."""
-    return sys.stderr.isatty()
+    try:
+        return bool(sys.stderr.isatty())
+    except (AttributeError, ValueError):  # there is none, it is closed, or it is an object of the program's
+        return False
 
 
 @contextmanager

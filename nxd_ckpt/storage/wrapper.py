@@ -28,6 +28,9 @@ class StorageWrapper(Storage):
         self.may_lack_files: bool = inner.may_lack_files
         self.may_be_unmounted: bool = inner.may_be_unmounted
 
+    def is_link(self, key: str) -> bool:
+        return self.inner.is_link(key)
+
     def without_links(self) -> Storage | None:
         return self.inner.without_links()
 

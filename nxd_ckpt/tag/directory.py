@@ -201,9 +201,13 @@ def _is_begun(storage: Storage) -> bool:
 def list_tags(storage: Storage) -> list[TagInfo]:
     """Return the tags in a directory, complete or not, in order of name.
 
-    Hidden names and other directories are skipped. A damaged tag never hides the others.
+    Hidden names and other directories are skipped, and so are links to a tag that is listed, such as ``latest``: they
+    would count as one more. A damaged tag never hides the others.
     """
-    return list(_tags(surveyed(storage)))
+    tags = list(_tags(surveyed(storage)))
+    links = {info.tag for info in tags if info.tag and storage.is_link(info.tag)}
+    times = {info.marked for info in tags if info.tag not in links}
+    return [info for info in tags if info.tag not in links or info.marked not in times]
 
 
 def holds_tags(storage: Storage) -> bool:

@@ -60,5 +60,5 @@ def test_other_ranks_hear_the_same_class() -> None:
     """An error of the system is a StorageError there as well."""
     error = from_wire(*to_wire(PermissionError(errno.EACCES, "Permission denied", "x")), rank=3)
     assert StorageError is type(error)
-    told = "PermissionError: [Errno 13] Permission denied: 'x'; choose a directory that this user may write to"
+    told = "PermissionError: [Errno 13] Permission denied: 'x'; choose a directory that this user may read and write"
     assert f"on rank 3: {told}" == str(error)

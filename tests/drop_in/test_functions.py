@@ -17,7 +17,15 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt.errors import CheckpointNotFound, InvalidTag, KeyMismatch, ShapeMismatch
+from nxd_ckpt.errors import (
+    CheckpointNotFound,
+    InvalidTag,
+    KeyMismatch,
+    MalformedFile,
+    OptimizerMismatch,
+    SaveFailed,
+    ShapeMismatch,
+)
 from tests.tag.equality import difference
 
 pytestmark = pytest.mark.usefixtures("nxd")
@@ -174,17 +182,26 @@ def test_trusted_content_is_kept(tmp_path: Path):
     assert {"kind"} == nxd.load_checkpoint(str(tmp_path)).keys()
 
 
-def test_except_runtime_error(tmp_path: Path, library: Any):
-    """Scripts that start anew after a RuntimeError do so: no checkpoint, other names, other shapes."""
-    with pytest.raises(RuntimeError) as none:
-        library.load_checkpoint(str(tmp_path))
-    library.save_checkpoint(str(tmp_path), "step_1", torch.nn.Linear(2, 2))
-    with pytest.raises(RuntimeError) as names:
-        library.load_checkpoint(str(tmp_path), model=torch.nn.LSTM(2, 2))
-    with pytest.raises(RuntimeError) as shapes:
-        library.load_checkpoint(str(tmp_path), model=torch.nn.Linear(2, 3))
-    errors: list[type[Exception]] = [none.type, names.type, shapes.type]
-    assert [CheckpointNotFound, KeyMismatch, ShapeMismatch] == errors
+def test_except_clauses_written_for_nxd_and_torch(tmp_path: Path, library: Any):
+    """Scripts that start anew, or go on, after an error of NxD or torch do so: each of ours is of its class, too."""
+
+    def kinds(expected: type[Exception], call: Callable[..., Any], **objects: Any) -> type[Exception]:
+        with pytest.raises(expected) as raised:
+            call(str(tmp_path), **objects)
+        return raised.type
+
+    load, model = library.load_checkpoint, torch.nn.Linear(2, 2)
+    none = kinds(RuntimeError, load)
+    library.save_checkpoint(str(tmp_path), "step_1", model, torch.optim.AdamW(model.parameters()))
+    names = kinds(RuntimeError, load, model=torch.nn.LSTM(2, 2))
+    shapes = kinds(RuntimeError, load, model=torch.nn.Linear(2, 3))
+    groups = kinds(ValueError, load, optimizer=torch.optim.SGD([model.weight]))
+    (tmp_path / "step_2").touch()
+    failed = kinds(RuntimeError, library.save_checkpoint, tag="step_2", model=model)
+    (tmp_path / "step_1/model/dp_rank_00_tp_rank_00_pp_rank_00.pt").write_bytes(b"PK")
+    truncated = kinds(RuntimeError, load, model=model)
+    expected = [CheckpointNotFound, KeyMismatch, ShapeMismatch, OptimizerMismatch, SaveFailed, MalformedFile]
+    assert expected == [none, names, shapes, groups, failed, truncated]
 
 
 class OnlyForSaving(torch.nn.Module):

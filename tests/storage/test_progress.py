@@ -50,6 +50,23 @@ def test_a_bar_says_how_much_is_done(impatient: None, monkeypatch: pytest.Monkey
     assert "3.00M/4.00M" in text
 
 
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stderr", [None, object(), closed()], ids=["none", "of the program", "closed"])
+def test_a_program_without_standard_error(stderr: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a service, of a notebook, or one that writes its own log: it saves and loads as any other."""
+    monkeypatch.setattr("sys.stderr", stderr)
+    loaded: dict[str, Any] = {}
+    with Checkpointer(tmp_path, progress=True) as saver:
+        saver.save("1", {"weight": torch.ones(2)})
+        saver.load("1", loaded)
+    assert [1.0, 1.0] == loaded["weight"].tolist()
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_no_bar_where_nobody_looks(impatient: None, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
     """Not in a log, and not where it is not wanted: not a byte, and no thread."""

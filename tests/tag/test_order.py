@@ -346,3 +346,17 @@ def test_order_times_of_a_store_have_microseconds(tmp_path: Path) -> None:
     manifest = open_checkpoint(tmp_path).manifest
     assert manifest is not None
     assert abs(tag.saved.timestamp() - manifest.order_time) < 2e-6
+
+
+def test_a_link_to_a_tag_is_no_tag_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Scripts that keep a link ``latest`` lose no tag by it, and no load is unsure. One out of the directory counts."""
+    directory = tmp_path / "run"
+    save_checkpoint(directory, "step_1", {"weight": torch.ones(1)})
+    save_checkpoint(tmp_path / "other", "step_9", {"weight": torch.ones(1)})
+    (directory / "latest").symlink_to("step_2")
+    save_checkpoint(directory, "step_2", {"weight": torch.ones(1)}, user_content=2, num_kept_ckpts=2)
+    for name in ("theirs", "theirs_too"):
+        (directory / name).symlink_to("../other/step_9")
+    assert ["step_1", "step_2", "theirs", "theirs_too"] == [info.tag for info in list_tags(LocalStorage(directory))]
+    assert [2, 2] == [load_checkpoint(directory), load_checkpoint(directory, "latest")]
+    assert "at the same time" not in caplog.text
