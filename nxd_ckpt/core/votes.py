@@ -33,6 +33,14 @@ _BESIDE = {"user_content": "user_content=", "scheduler": "a scheduler, or object
 """Words for the parts that one rank writes for all, beside model and optimizer."""
 
 
+REPLICAS_ALIKE = (
+    "build both alike on all replicas, and step on all before the save. A state dict that was gathered on one rank "
+    "(rank0_only=True) is not there on the others: gather it on all, or save it there as user_content=; what one rank "
+    "alone has is saved by state= or rank_content="
+)
+"""What to do where replicas hold other tensors."""
+
+
 class Claim(NamedTuple):
     """Copies that ranks hold: the rank that ``writes`` them, and ``what`` they are.
 
@@ -201,9 +209,7 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
             raise RanksDisagree(
                 f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold models "
                 "or optimizers of other parameters, names, shapes or dtypes, or in another order: some tensors would "
-                "be missing or written twice. Build both alike on all replicas, and step on all before the save. A "
-                "state dict that was gathered on one rank (rank0_only=True) is not there on the others: gather it on "
-                "all, or save it there as user_content=; what one rank alone has is saved by state= or rank_content="
+                f"be missing or written twice; {REPLICAS_ALIKE}"
             )
 
 

@@ -20,7 +20,7 @@ from nxd_ckpt.saving.ballot import Ballot, tidy
 from nxd_ckpt.saving.pending import Helpers, SaveProgress, Worker
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import Wave, end_of, plan_waves
-from nxd_ckpt.saving.replica_check import MeshSummary, agree_on_groups
+from nxd_ckpt.saving.replica_check import MeshSummary, agree_on_groups, refuse_other_forms
 from nxd_ckpt.saving.save_attempt import SaveAttempt
 from nxd_ckpt.saving.save_planner import Planner
 from nxd_ckpt.saving.staging import Stager, buffers_of
@@ -97,6 +97,8 @@ class Pipeline:
             plans = agreement.gather(planned.plan.agreed(tag, self._topology))
             newest = decided_by_rank0(agreement, partial(_newest_tag, plans))
             if newest is None:
+                if self._planner.groups is None:
+                    refuse_other_forms(agreement, summary, planned.plan.replica, self._topology)
                 return agreement, planned
             if newest != tag:
                 raise RanksDisagree(f"save of {tag!r} failed: not all ranks made it, others are at {newest!r}")

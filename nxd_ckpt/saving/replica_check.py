@@ -13,7 +13,7 @@ from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mesh import Mesh, MeshGroup, MeshPlace, OutsideOfGroup, RankStructure, groups_of, ravelled
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.votes import Claim
+from nxd_ckpt.core.votes import REPLICAS_ALIKE, Claim
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.state import SaveState
@@ -40,6 +40,28 @@ def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGrou
     lines = agreement.gather(summary.lines if agreement.rank in answer["ask"] else None)
     decided_by_rank0(agreement, lambda: _compare(answer, lines or []))
     return [MeshGroup.from_json(group) for group in answer["groups"]]
+
+
+def refuse_other_forms(agreement: Agreement, summary: MeshSummary, replica: str, topology: Topology) -> None:
+    """Raise RanksDisagree, on all ranks, if replicas without DTensors hold other tensors. Collective.
+
+    ``replica`` is their digest in this rank's plan.
+    """
+    digests = agreement.gather(replica)
+    ask = decided_by_rank0(agreement, lambda: _unlike(digests or [], topology))
+    if ask:
+        lines = {**summary.lines, **{f"optim/{name}": [] for name in summary.state.optimizer_names or ()}}
+        gathered = agreement.gather(lines if agreement.rank in ask else None) or []
+        decided_by_rank0(agreement, lambda: _refuse([(rank, gathered[rank] or {}) for rank in ask], REPLICAS_ALIKE))
+
+
+def _unlike(digests: Sequence[str], topology: Topology) -> list[int]:
+    """Return two replicas of other digests; nothing if there are none."""
+    for rank, digest in enumerate(digests):
+        leader = topology.rank_of(topology.writer_of(topology.coordinates_of(rank)))
+        if digests[leader] != digest:
+            return [leader, rank]
+    return []
 
 
 class MeshSummary:
@@ -92,7 +114,7 @@ def _answer(summaries: Sequence[Any]) -> dict[str, Any] | None:
 def _compare(answer: Mapping[str, Any], lines: Sequence[_Lines | None]) -> None:
     lines_of_ranks = [(rank, lines[rank] or {}) for rank in answer["ask"]]
     if not answer["groups"]:
-        raise RanksDisagree(_first_difference(lines_of_ranks))
+        _refuse(lines_of_ranks, _MESH_ALIKE)
     first_lines: dict[str, tuple[int, list[Any]]] = {}
     for rank, own_lines in lines_of_ranks:
         for name, line in own_lines.items():
@@ -104,26 +126,33 @@ def _compare(answer: Mapping[str, Any], lines: Sequence[_Lines | None]) -> None:
                 )
 
 
-def _first_difference(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> str:
-    """Describe the difference between two ranks of a mesh."""
+_MESH_ALIKE = (
+    "all ranks of a mesh must hold the same tensors, placed alike: build model and mesh alike on all of them; one of "
+    "several optimizers of a parameter without elements on a rank is needed there, too"
+)
+
+
+def _refuse(lines_of_ranks: Sequence[tuple[int, _Lines]], advice: str) -> None:
+    """Raise RanksDisagree with the difference between two ranks that must hold the same tensors."""
     rank, lines_a = lines_of_ranks[0]
     other_rank, lines_b = lines_of_ranks[1] if len(lines_of_ranks) > 1 else (None, {})
-    advice = "all ranks of a mesh must hold the same tensors, placed alike: build model and mesh alike on all of them"
     if other_rank is None:
-        return f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
-    for name in {**lines_a, **lines_b}:
-        if lines_a.get(name) != lines_b.get(name):
-            texts = [_line_text(lines.get(name)) for lines in (lines_a, lines_b)]
-            empty = "; one of several optimizers of a parameter without elements on a rank is needed there, too"
-            advice += empty if name.startswith("optim/") else ""
-            return f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other_rank}; {advice}"
+        raise RanksDisagree(
+            f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
+        )
+    names = [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
+    if names:
+        name, *others = names
+        texts = [_line_text(lines.get(name)) for lines in (lines_a, lines_b)]
+        also = f"; so differ {first_of(others)}" if others else ""
+        raise RanksDisagree(f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other_rank}{also}; {advice}")
     how = "on different meshes" if list(lines_a) == list(lines_b) else "in another order, as of param groups"
-    return f"ranks {rank} and {other_rank} hold the same tensors {how}; {advice}"
+    raise RanksDisagree(f"ranks {rank} and {other_rank} hold the same tensors {how}; {advice}")
 
 
 def _line_text(line: Sequence[Any] | None) -> str:
-    if line is None:
-        return "not there"
+    if not line:
+        return "not there" if line is None else "a parameter"
     dtype, shape, placements, _ = line
     kind = "a plain tensor" if placements is None else f"a DTensor placed {placements}"
     return f"{kind} of {dtype} {tuple(shape)}"

@@ -203,3 +203,50 @@ def test_user_content_of_another_rank_alone_is_refused(gloo_ranks: RankPool, tmp
     """It would be in no file."""
     for messages in gloo_ranks.run(user_content, tmp_path, [None, {"step": 1}, None, None]):
         assert "rank 1 saves user_content=, and rank 0, which writes that for all, has none" in messages[0]
+
+
+FORMS: dict[str, Any] = {
+    "model": lambda own: ({"same": _full(1), "w": own, "late": own}, None),
+    "optimizer": lambda own: (None, {"state": {0: {"w": own, "late": own}}, "param_groups": [{"params": [0]}]}),
+}
+
+
+def other_form(rank: int, directory: Path, part: str, is_dtype: bool) -> str:
+    """What a save of a tensor of another form on rank 2 says."""
+    own = _full(1)
+    if rank == 2:
+        own = own.double() if is_dtype else torch.ones(3)
+    try:
+        with Checkpointer(directory) as checkpointer:
+            checkpointer.save(1, *FORMS[part](own))
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("is_dtype", [False, True])
+@pytest.mark.parametrize("part", FORMS)
+def test_a_tensor_of_another_form_is_named(gloo_ranks: RankPool, tmp_path: Path, part: str, is_dtype: bool) -> None:
+    """Of thousands, nobody finds it by digests."""
+    form = "float64 (2,)" if is_dtype else "float32 (3,)"
+    for message in gloo_ranks.run(other_form, tmp_path, part, is_dtype):
+        assert f"/w is a plain tensor of float32 (2,) on rank 0, and a plain tensor of {form} on rank 2" in message
+        assert "so differ" in message
+        assert "/late;" in message
+
+
+def other_parameters(rank: int, directory: Path) -> str:
+    """What a save says where the optimizer of rank 2 lacks a parameter, and has no state yet."""
+    model = torch.nn.Linear(2, 2)
+    try:
+        with Checkpointer(directory) as checkpointer:
+            checkpointer.save(1, model, torch.optim.SGD(list(model.parameters())[rank == 2 :]))
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_parameter_of_one_optimizer_is_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """It has no tensor to be compared."""
+    for message in gloo_ranks.run(other_parameters, tmp_path):
+        assert "optim/weight is a parameter on rank 0, and not there on rank 2" in message
