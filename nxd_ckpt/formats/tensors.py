@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from operator import is_
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -504,7 +505,7 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
             return node
         if id(node) not in copies:
             if isinstance(node, tuple):
-                copies[id(node)] = _like(node, [walk(child) for child in node])
+                copies[id(node)] = like_tuple(node, [walk(child) for child in node])
             else:
                 new = copies[id(node)] = copy.copy(node)  # before its children, since it may contain itself
                 for key, child in children_of(node):
@@ -536,12 +537,13 @@ def _set(container: Any, key: Any, value: Any) -> None:
         setattr(container, key, value)
 
 
-def _like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    if type(original) is tuple:
-        return tuple(items)
-    if hasattr(original, "_fields"):
-        return type(original)(*items)
-    return original  # torch.Size and its kind hold numbers only
+def like_tuple(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the type of ``original`` with other items; the ``original`` if they are the same objects."""
+    kind = type(original)
+    if all(map(is_, original, items)):
+        return original
+    # Those in C, such as what torch.linalg.qr returns, are only made by their own call.
+    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
 
 
 def is_tensor(leaf: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,7 +17,7 @@ from nxd_ckpt.formats.memory import allocated, fill, strided
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, OPTIMIZER_NAME, STEP, is_rows, options_of
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.formats.strides import Stride, fitted, stored_stride, stride_of
-from nxd_ckpt.formats.tensors import Assembly, Path, dtype_name, form_of, is_tensor
+from nxd_ckpt.formats.tensors import Assembly, Path, dtype_name, form_of, is_tensor, map_tensors
 from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, model_of, placed_of, tell_autograd
 from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.parameters import (
@@ -411,18 +410,9 @@ def materialise(tree: Any, read: LeafSource, device: torch.device, key: torch.Te
 
     Each tensor gets its saved strides, or those of ``key`` where they were saved as the parameter's.
     """
-    if is_tensor(tree):
-        return _new(tree, read, key) if device.type == "cpu" else place(_strided(read(tree), tree, key), device)
-    if isinstance(tree, Mapping):
-        values = {name: materialise(value, read, device, key) for name, value in tree.items()}
-        if isinstance(tree, defaultdict):
-            return defaultdict(tree.default_factory, values)
-        return Counter(values) if isinstance(tree, Counter) else values
-    if type(tree) in (list, tuple):
-        return type(tree)(materialise(value, read, device, key) for value in tree)
-    if isinstance(tree, deque):
-        return deque((materialise(value, read, device, key) for value in tree), tree.maxlen)
-    return tree
+    if device.type == "cpu":
+        return map_tensors(tree, lambda leaf: _new(leaf, read, key))
+    return map_tensors(tree, lambda leaf: place(_strided(read(leaf), leaf, key), device))
 
 
 def describe_path(path: Path, tensor: torch.Tensor, slot: Slot | None) -> StateTensor:

@@ -12,7 +12,7 @@ import torch
 from nxd_ckpt.core.name_patterns import PARAM_GROUPS
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
-from nxd_ckpt.formats.tensors import CONTAINERS, Path, children_of, iter_tensors
+from nxd_ckpt.formats.tensors import CONTAINERS, Path, children_of, iter_tensors, like_tuple
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import OBJECTS
 
@@ -197,7 +197,7 @@ def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = (
             return node
         children = dict(children_of(node))
         if isinstance(node, tuple):
-            return type(node)([walk(child, (*path, key)) for key, child in children.items()])
+            return like_tuple(node, [walk(child, (*path, key)) for key, child in children.items()])
         new = copy.copy(node)
         if isinstance(node, (list, deque)):
             for key, child in children.items():
