@@ -277,6 +277,8 @@ def _translated() -> Iterator[None]:
             yield
     except CheckpointError:
         raise
+    except RecursionError as error:
+        raise UnsupportedState(f"state or content that is nested too deeply, or contains itself ({error})") from error
     except (OSError, MemoryError, RuntimeError) as error:
         exhausted = _exhausted(error)
         if exhausted is not error:

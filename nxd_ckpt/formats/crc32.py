@@ -127,6 +127,12 @@ def digest_of_value(value: Any) -> int:
         return crc32(pickle.dumps(value))
 
 
+_TEXTS = (bool, int, float, complex, str, type(None))
+"""Types whose text tells all, except of what is not a number and of integers too long to become text."""
+
+_LARGE = 2**1024
+
+
 def _plain(value: Any) -> Any:
     """Return the value in a form whose text tells all of it, and nothing else."""
     import numpy as np  # not at the top: commands that compare digests of files alone start without it
@@ -140,10 +146,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BytesIO):
         return value.tell(), crc32(value.getbuffer())
     if isinstance(value, (np.ndarray, np.generic)):
-        return str(value.dtype), value.shape, crc32(np.ascontiguousarray(value).tobytes())
+        return str(value.dtype), value.shape, value.flags.fnc, crc32(np.ascontiguousarray(value).tobytes())
     if isinstance(value, (bytes, bytearray)):
         return type(value).__name__, crc32(value)
-    if isinstance(value, (bool, int, float, complex, str, type(None))):
+    if type(value) in _TEXTS and value == value and (type(value) is not int or abs(value) < _LARGE):
         return value
     try:
         return pickle.dumps(value)

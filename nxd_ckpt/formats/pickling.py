@@ -12,6 +12,7 @@ import pickle
 import pickletools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from datetime import datetime, time
 from functools import cache
 from typing import Any
 
@@ -97,6 +98,8 @@ class _Pickler(pickle.Pickler):
             return OrderedDict, ()
         if isinstance(obj, (TensorStub, Assembly)):
             return self._reduce(obj, torch_dtype(obj.dtype))
+        if isinstance(obj, (datetime, time)) and obj.fold:  # which protocol 2 drops
+            return obj.__reduce_ex__(4)
         return NotImplemented
 
     def _reduce(self, tensor: Any, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:

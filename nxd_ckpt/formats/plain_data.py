@@ -8,6 +8,7 @@ import types
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from nxd_ckpt.errors import CheckpointError, UnsafePickle
@@ -22,7 +23,9 @@ def check_picklable_as_data(obj: Any, name: str = "object") -> None:
     """Raise UnsafePickle, naming class and place, if loading ``obj`` would need ``trust_pickle=True``."""
     why = _refusal(obj)
     if why is not None:
-        node, path, why = _culprit(obj, name, why, {id(obj)})
+        node, path = obj, name
+        with suppress(RecursionError):  # nested too deeply to look further
+            node, path, why = _culprit(obj, name, why, {id(obj)})
         kind = node if isinstance(node, type) else type(node)
         raise UnsafePickle(
             f"{path} is {kind.__module__}.{kind.__qualname__}, which a load refuses, because {why}. Keep its values in "

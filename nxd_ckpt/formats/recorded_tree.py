@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from struct import pack
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.limits import TREE_DEPTH, check_sizes, shown
@@ -24,6 +26,8 @@ _ITSELF = frozenset({int, bool, type(None)})
 _NBYTES, _ELEMENT_NBYTES = 16 * 2**20, 16
 """Bytes of a recorded tree, roughly, and of an element. A larger one, of content that is no state, only the file has.
 """
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _INTEGER_BITS = 2**13
 """Bits of an integer: Python turns no longer ones into text."""
@@ -74,6 +78,8 @@ class _Recorder:
         self._spend(_ELEMENT_NBYTES)
         if kind is str:
             self._spend(len(node))
+            if not node.isascii() and _SURROGATE.search(node):  # two of them become one character in JSON
+                raise _NotRecorded
             return node
         if kind in _ITSELF:
             if kind is int and node.bit_length() > _INTEGER_BITS:
@@ -84,6 +90,8 @@ class _Recorder:
             stride = self._stride_of(node)
             return [] if stride is None else ["tensor", *stride]
         if kind is float:
+            if node != node and pack("d", node) != pack("d", math.nan):  # whose text does not tell which it is
+                raise _NotRecorded
             return node if math.isfinite(node) else ["float", repr(node)]
         if kind is tuple:
             return ["tuple", *(self.element(child, depth + 1) for child in node)]
@@ -103,7 +111,7 @@ class _Recorder:
         if kind is list:
             return ["list", *(self.element(child, depth + 1) for child in node)]
         if kind is dict and all(type(key) is str for key in node):
-            return {key: self.element(value, depth + 1) for key, value in node.items()}
+            return {self.element(key, depth + 1): self.element(value, depth + 1) for key, value in node.items()}
         pairs = ([self.element(key, depth + 1), self.element(value, depth + 1)] for key, value in node.items())
         return [kind.__name__, *(element for pair in pairs for element in pair)]
 

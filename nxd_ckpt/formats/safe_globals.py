@@ -16,6 +16,7 @@ import io
 import os
 import pathlib
 import re
+import sys
 import types
 import uuid
 from argparse import Namespace
@@ -112,8 +113,10 @@ def _path(kind: type[pathlib.PurePath]) -> Call:
     return Call(make)
 
 
-def _text(text: object = "") -> str:
-    return _of(str, text, "TorchVersion")
+def _torch_version(text: object = "") -> str:
+    """Return torch's own text, which compares with versions; plain text in a process without torch."""
+    plain, torch = _of(str, text, "TorchVersion"), sys.modules.get("torch")
+    return plain if torch is None else torch.torch_version.TorchVersion(plain)
 
 
 def _of(kind: type[KindT], value: object, what: str) -> KindT:
@@ -272,7 +275,7 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("torch", "Tensor"): Marker(),
     ("torch.nn.parameter", "Parameter"): Marker(),
     ("torch.nn.parameter", "Buffer"): Marker(),
-    ("torch.torch_version", "TorchVersion"): Call(_text),
+    ("torch.torch_version", "TorchVersion"): Call(_torch_version),
 }
 """(module, name) -> the object for the unpickler. Tensors and their storages are in `unpickle`."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.parameter_names import EXTRA_STATE
+from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats.memory import TENSORS, torch_dtype
 from nxd_ckpt.formats.strides import note, stride_of
 from nxd_ckpt.formats.tensors import TensorReference, map_tensors
@@ -87,7 +88,10 @@ def normalise(tree: Any) -> Any:
 def _normalised(key: Any, value: Any) -> Any:
     if isinstance(key, str) and key.endswith(EXTRA_STATE):
         return value
-    return _listed(value) if key in _AS_LISTS else normalise(value)
+    try:
+        return _listed(value) if key in _AS_LISTS else normalise(value)
+    except RecursionError:
+        raise UnsupportedState(f"{key!r}: its value contains itself, or is nested too deeply to be saved") from None
 
 
 _AS_LISTS = ("betas", "shape_info")

@@ -349,6 +349,8 @@ class Ballot:
                 index = self._write_own()
         except BaseException as error:
             attempt.fail(error)
+            with suppress(OSError):  # the others wait for its digests
+                self._votes.publish_digests(self._rank, {})
         vote = self._vote(index, attempt.error)
         if self._rank > 0:
             self._votes.cast(vote, kind=ANSWER)

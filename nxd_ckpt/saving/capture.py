@@ -162,6 +162,7 @@ def capture(
         for what in contents:
             check_picklable_as_data(getattr(captured, what), what)
         _check_values(captured)
+    _refuse_valueless(captured)
     return captured
 
 
@@ -170,8 +171,7 @@ def _without_ignored(
 ) -> SaveState:
     """Return the state without names in ``ignore_keys``.
 
-    Raises UnsupportedState if no load could restore the rest, or it has no values: in a FakeTensorMode, or its memory
-    was freed.
+    Raises UnsupportedState if no load could restore the rest, or it has no values: in a FakeTensorMode.
     """
     ignoring = Ignoring(options.ignore_keys)
     ignoring.know_ties(model)
@@ -179,7 +179,6 @@ def _without_ignored(
     if model is not None and state.model is not None:
         model.require_loadable(state.model.tree)
     refuse_fake_mode()
-    _refuse_valueless(state)
     return state
 
 
@@ -193,7 +192,13 @@ def _refuse_valueless(state: SaveState) -> None:
     contents = {part: getattr(state, part) for part in ("scheduler", "user_content", "rank_content")}
     contents["model"] = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
     for path, tensor in iter_tensors(contents, torch.Tensor):
-        refuse_unsupported("/".join(map(str, path)), tensor)
+        name = "/".join(map(str, path))
+        refuse_unsupported(name, tensor)
+        if is_dtensor(tensor) and path[0] != "model":
+            raise UnsupportedState(
+                f"{name} is a DTensor, of which this rank has a part: pass the model or optimizer that it is of, or "
+                "save its to_local() in rank_content="
+            )
 
 
 def _check_values(state: SaveState) -> None:

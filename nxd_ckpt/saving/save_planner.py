@@ -167,7 +167,10 @@ class Planner:
             try:
                 checked_optimizer(state.optimizer.tree, "optimizer")
             except MalformedFile as error:
-                raise UnsupportedState(f"{error}: no load would take it") from None
+                raise UnsupportedState(
+                    f"{error}: no load would take it. Pass the optimizer itself, or its own state_dict(): torch's "
+                    "flattened one (flatten_optimizer_state_dict=True) is saved by nxd_ckpt.dcp"
+                ) from None
         if self._topology.world_size > 1:
             for part in state.trees().values():
                 _refuse_one_name(part)

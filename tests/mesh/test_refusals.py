@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -167,3 +168,29 @@ def test_what_fsdp1_cuts_is_refused_with_what_to_do(gloo_ranks: RankPool, tmp_pa
         assert "use fully_shard (FSDP2)" in optimizer
         assert "gather it on all" in there
         assert "optimizer: an empty dict on this rank" in gathered
+
+
+def beside_the_model(rank: int, directory: Path) -> list[str]:
+    """Answers of saves of DTensors as content, and of torch's flattened state dict of an optimizer."""
+    model = jobs.net()
+    jobs.sharded(model, whole_mesh())
+    optimizer: Any = get_optimizer_state_dict(
+        model, jobs.adamw(model), options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    said = []
+    calls: list[dict[str, Any]] = [{"user_content": {"own": [cut()]}}, {"rank_content": {"own": cut()}}]
+    with Checkpointer(directory) as checkpointer:
+        for objects in (*calls, {"optimizer": optimizer}):
+            try:
+                checkpointer.save("t", **objects)
+            except CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
+def test_dtensors_beside_the_model_are_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """No place was named, or no word said that the state dict is a flattened one."""
+    for user, own, optimizer in gloo_ranks.run(beside_the_model, tmp_path):
+        assert "user_content/own/0 is a DTensor" in user
+        assert "rank_content/own is a DTensor" in own
+        assert "flatten_optimizer_state_dict=True" in optimizer

@@ -1,8 +1,11 @@
 """What one rank alone has, under keys that look like others, in other strides, as its content, is not lost unsaid."""
 
 import logging
+import pickle
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from copy import deepcopy
+from datetime import datetime, time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,6 +17,8 @@ import torch
 from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.loading.rank_state import RankState
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.support.rank_pool import RankPool
 from tests.support.stateful import Extra, Object
 
@@ -304,3 +309,136 @@ def of_types(rank: int, directory: Path) -> list[str]:
 def test_what_differs_in_tuples_and_dicts_of_other_types_comes_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """With trust_pickle=True: a load ended with a TypeError, or left what stands for a tensor in place of it."""
     assert [[]] * 4 == gloo_ranks.run(of_types, tmp_path)
+
+
+def _nan(number: int) -> float:
+    return float(struct.unpack("d", struct.pack("Q", 0xFFF8 << 48 | number))[0])
+
+
+BITS: dict[str, Any] = {
+    "not a number": _nan,
+    "surrogates": lambda n: {"\ud800" + chr(0xDC00 + n): "\ud800" + chr(0xDC00 + n)},
+    "the second of two hours": lambda n: (datetime(2026, 10, 25, 2, fold=n % 2), time(2, fold=n % 2)),
+    "a long integer": lambda n: 10**5000 + n,
+    "a large integer": lambda n: {2**1024 + n},
+    "an array's order": lambda n: np.array([[1, 2], [3, 4]], order="F" if n % 2 else "C"),
+    "torch's version": lambda n: [n, torch.__version__],
+    "an integer's type": lambda n: True if n % 2 else 1,
+}
+
+
+def of_bits(rank: int, directory: Path) -> list[str]:
+    """Which of BITS do not come back from any place, where ranks differ, and where they do not."""
+    lost = []
+    for kind, number in (("own", rank), ("alike", 3)):
+        model, one = Extra(), Object({name: form(number) for name, form in BITS.items()})
+        model.weight = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD(model.parameters())
+        live = {"model": model, "optimizer": optimizer, "one": one}
+        model.state, optimizer.state[model.weight], rank_content, user = (dict(one.state) for _ in range(4))
+        optimizer.param_groups[0].update(one.state)
+        content: dict[str, Any] = {}
+        with Checkpointer(directory / kind) as checkpointer:
+            checkpointer.save(1, state=live, user_content=user, rank_content=rank_content)
+            model.state = one.state = None
+            optimizer.state.clear()
+            optimizer.param_groups[0].update(dict.fromkeys(BITS))
+            user = checkpointer.load(1, state=live, rank_content=content)
+        own = [model.state, one.state, optimizer.state[model.weight], optimizer.param_groups[0], content]
+        for number_there, places in ((number, own), (number if kind == "alike" else 0, [user])):
+            for name, form in BITS.items():
+                expected = pickle.dumps(form(number_there), 4)
+                lost += [f"{name} {place}" for place in places if pickle.dumps(place[name], 4) != expected]
+    return lost
+
+
+def test_all_bits_of_values_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """JSON has one number for all that are none, and one character for two surrogates; protocol 2 drops the fold."""
+    assert [[]] * 4 == gloo_ranks.run(of_bits, tmp_path)
+
+
+def nested(rank: int, directory: Path) -> list[str]:
+    """What saves of lists in 3,000 lists say, and of one that contains itself in an optimizer's state."""
+    deep: list[Any] = [rank]
+    for _ in range(3000):
+        deep = [deep]
+    itself: list[Any] = []
+    itself.append(itself)
+    model, said = torch.nn.Linear(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight]["own"] = itself
+    with Checkpointer(directory) as checkpointer:
+        calls: list[dict[str, Any]] = [{"rank_content": deep}, {"state": {"one": Object(deep)}}]
+        for objects in (*calls, {"model": model, "optimizer": optimizer}):
+            try:
+                checkpointer.save(1, **objects)
+            except CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_is_nested_too_deeply_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """It was a RecursionError."""
+    for content, one, optimizer in gloo_ranks.run(nested, tmp_path):
+        assert "rank_content is builtins.list" in content
+        assert "nested too deeply" in one
+        assert "'own': its value contains itself" in optimizer
+
+
+def untold(rank: int, directory: Path) -> list[str]:
+    """What two saves of values that differ say, where rank 0 fails to tell its digests once."""
+    failures = [OSError("of the test")] if rank == 0 else []
+
+    def hook(operation: Operation) -> None:
+        if failures and operation.name == "write" and "digests" in operation.key:
+            raise failures.pop()
+
+    said = []
+    with Checkpointer(directory, storage=HookedStorage(LocalStorage(directory), hook)) as checkpointer:
+        for step in (1, 2):
+            one = Object({"own": rank})
+            try:
+                checkpointer.save(step, state={"one": one})
+                checkpointer.load(step, state={"one": one})
+                said.append(f"loaded {one.state['own'] == rank}")
+            except CheckpointError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_rank_that_fails_to_tell_its_digests_fails_the_save_at_once(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """The others waited for them for the whole timeout."""
+    for first, second in gloo_ranks.start(untold, tmp_path).result(timeout=300):
+        assert "OSError: of the test" in first
+        assert "loaded True" == second
+
+
+STEPS: list[Any] = [
+    lambda n: {},
+    lambda n: {"own": _full(n)},
+    lambda n: {"own": torch.ones(2 + n)},
+    lambda n: {"own": _full(n).to(torch.float64 if n % 2 else torch.float32)},
+    lambda n: {"own": n if n % 2 else torch.ones(2)},
+    lambda n: {"own": {"own": torch.ones(1 + n)}},
+    lambda n: {"own": torch.view_as_real(torch.tensor([1 + 2j, n])).T, "column": (torch.arange(8.0) + n)[::2]},
+]
+"""States that an object has one after the other, for a number."""
+
+
+def of_forms(rank: int, directory: Path) -> list[str]:
+    """Which of STEPS do not come back, to the object and as content."""
+    lost, one = [], Object()
+    with Checkpointer(directory) as checkpointer:
+        for step, form in enumerate(STEPS):
+            one.state = form(rank)
+            checkpointer.save(step, state={"one": one}, rank_content=form(rank))
+        for step, form in enumerate(STEPS):
+            content: dict[str, Any] = {}
+            checkpointer.load(step, state={"one": one}, rank_content=content)
+            lost += [f"{step}: {own!r}" for own in (one.state, content) if repr(own) != repr(form(rank))]
+    return lost
+
+
+def test_tensors_of_other_forms_in_later_saves_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Once a tensor was known to differ, a save of another shape could not be loaded; nor one of a column."""
+    assert [[]] * 4 == gloo_ranks.run(of_forms, tmp_path)
