@@ -67,7 +67,8 @@ def test_a_directory_without_a_complete_tag_is_refused(kept: Path, tmp_path: Pat
     refuse(tmp_path, None, errors.CheckpointNotFound, "no complete checkpoint; it is empty", *jobs())
     shutil.copytree(kept / "whole", tmp_path / "ckpt" / "step_1")
     os.remove(tmp_path / "ckpt" / "step_1" / "done")
-    (tmp_path / "ckpt" / "notes").mkdir()
+    for name in ("notes", ".nxd_ckpt"):
+        (tmp_path / "ckpt" / name).mkdir()
     there = r"'notes' \(not a checkpoint\), 'step_1' \(no done marker: incomplete\)"
     refuse(tmp_path / "ckpt", None, errors.CheckpointNotFound, f"no complete checkpoint; it holds {there}", *jobs())
     refuse(tmp_path / "ckpt", "step_1", errors.CheckpointNotFound, f"step_1 is incomplete.*{there}", *jobs())

@@ -30,13 +30,6 @@ def test_it_says_what_it_did(run: Run, examples: Path, tmp_path: Path) -> None:
     assert 0 == run("verify", tmp_path / "three", "--quiet").code
 
 
-def test_a_dry_run_says_what_it_would_do(run: Run, examples: Path, tmp_path: Path) -> None:
-    """And does nothing."""
-    outcome = run("cp", examples / "zero1", tmp_path / "out" / "zero1", "--dry-run")
-    assert f"{examples}/zero1 would be copied to {tmp_path}/out/zero1: " == outcome.out[: outcome.out.index(": ") + 2]
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_directory_of_copies_is_no_name_of_one(run: Run, examples: Path, tmp_path: Path) -> None:
     """An empty one, one of tags, also to be replaced, and what a slash says is one; another name is said."""
     (tmp_path / "empty").mkdir()
@@ -50,13 +43,8 @@ def test_a_directory_of_copies_is_no_name_of_one(run: Run, examples: Path, tmp_p
     assert f"such as {mirror}/zero1" in run("convert", "--to", "tag", examples / "zero1", mirror, "--dp", "1").err
 
 
-def test_an_existing_copy_is_left_alone(run: Run, examples: Path, tmp_path: Path) -> None:
-    """Unless told to replace it; links are made where asked."""
-    target = tmp_path / "zero1"
-    assert 0 == run("cp", examples / "zero1", target).code
-    again = run("cp", examples / "zero1", target)
-    assert (1, True) == (again.code, "pass --overwrite" in again.err)
-    linked = run("cp", examples / "zero1", target, "--overwrite", "--hard-links", "--json").document
+def test_links_are_made_where_asked(run: Run, examples: Path, tmp_path: Path) -> None:
+    linked = run("cp", examples / "zero1", tmp_path / "zero1", "--hard-links", "--json").document
     assert (linked["files"], 0) == (linked["linked"], linked["copied_nbytes"])
 
 

@@ -269,22 +269,6 @@ def test_a_lost_index_does_not_hide_the_rest(run: Run, copied: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "complaint"),
-    [
-        ("", "does not exist"),
-        ("empty/", "no complete checkpoint; it is empty or absent"),
-        ("logs/events/", "no complete checkpoint; it holds 'events' (not a checkpoint)"),
-    ],
-)
-def test_what_is_no_checkpoint_is_an_error(run: Run, tmp_path: Path, make: str, complaint: str) -> None:
-    """The message says what is there instead."""
-    (tmp_path / make).mkdir(parents=True, exist_ok=True)
-    outcome = run("inspect", tmp_path / (make.split("/")[0] or "absent"))
-    assert (1, "") == (outcome.code, outcome.out)
-    assert complaint in outcome.err
-
-
-@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("absent",), "no tag 'absent'"),

@@ -89,17 +89,3 @@ def test_a_damaged_manifest_is_a_problem(run: Run, copied: Path) -> None:
     [problem] = outcome.document["problems"]
     assert (1, "cut", 0) == (outcome.code, outcome.document["tag"], outcome.document["verified_nbytes"])
     assert problem.startswith(f"{copied}/cut/manifest.json: not valid JSON")
-
-
-@pytest.mark.parametrize("kind", ["absent", "empty", "incomplete"])
-def test_what_is_no_complete_checkpoint_is_an_error(run: Run, tmp_path: Path, kind: str) -> None:
-    """Nothing is verified, and nothing is printed but the error."""
-    if kind != "absent":
-        (tmp_path / kind).mkdir()
-    if kind == "incomplete":
-        (tmp_path / kind / "step_1").mkdir()
-        (tmp_path / kind / "step_1" / "checkpoint").write_bytes(b"1")
-    outcome = run("verify", tmp_path / kind, "--json")
-    assert (1, "") == (outcome.code, outcome.out)
-    assert outcome.err.startswith("nxd-ckpt: error: ")
-    assert str(tmp_path / kind) in outcome.err

@@ -80,32 +80,6 @@ def test_names_come_from_identity():
     assert ["elsewhere"] == open_model({}).aliases("elsewhere")
 
 
-def test_a_pipeline_model_is_its_own_stage():
-    """A wrapper that offers local_state_dict is saved by it, and loaded into the stage's own modules."""
-
-    class Pipeline(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stage = torch.nn.Linear(2, 2, bias=False)
-
-        def local_modules(self):
-            return [self.stage]
-
-        def local_state_dict(self, **options):
-            return {f"layers.7.{name}": value for name, value in self.stage.state_dict(**options).items()}
-
-        def state_dict(self, *args, **kwargs):
-            raise RuntimeError("not supported in pipeline mode")
-
-    pipeline = Pipeline()
-    model = open_model(pipeline)
-    assert ["layers.7.weight"] == list(model.capture(tp=1).tree)
-    assert "layers.7.weight" == model.parameter_names()[id(pipeline.stage.weight)]
-    assert ["layers.7.weight"] == model.validate({"layers.7.weight": torch.ones(2, 2)})
-    model.assign("layers.7.weight", torch.ones(2, 2))
-    assert [[1.0, 1.0], [1.0, 1.0]] == pipeline.stage.weight.tolist()
-
-
 def test_assign_keeps_parameter_and_memory():
     """Loading overwrites in place: optimizer, ties and views see the new values."""
     net = Net()

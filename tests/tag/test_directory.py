@@ -142,12 +142,3 @@ def test_golden_tags_may_be_removed(golden: Path) -> None:
         tags = list_tags(storage)
         assert tags
         assert all(info.complete and is_checkpoint_of_ours_or_nxd(storage, info.tag) for info in tags)
-
-
-def test_what_is_there_instead_is_named(tmp_path: Path) -> None:
-    """An error can say what a directory without complete tags holds."""
-    make(tmp_path / "step_1", "checkpoint")
-    make(tmp_path / "logs", "events")
-    make(tmp_path / ".nxd_ckpt", "lease.json")
-    expected = "it holds 'logs' (not a checkpoint), 'step_1' (no done marker: incomplete)"
-    assert expected == describe_incomplete(LocalStorage(tmp_path))

@@ -141,7 +141,7 @@ def test_model_and_optimizer_are_found(keys: tuple[str, str], flat: bool, tmp_pa
         node.update({last: part} if last else part)
     dcp.save(state, checkpoint_id=tmp_path / "step_1")
     told = json.loads((tmp_path / "step_1" / "dcp_names.json").read_bytes())
-    assert keys == (told["model"], told["optim"])
+    assert (1, "dcp_names", *keys) == tuple(told[name] for name in ("format_version", "kind", "model", "optim"))
     other = job(lr=9.0, seed=4)
     load_checkpoint(tmp_path, "step_1", other.model, other.optimizer)
     assert picture(app.model, app.optimizer) == picture(other.model, other.optimizer)

@@ -1,6 +1,5 @@
 """torch.distributed.checkpoint.save writes tags: complete or invisible, read by torch and by us, whatever fails."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -144,22 +143,14 @@ def test_tensors_that_differ_between_ranks_are_named_once(tmp_path: Path, pair: 
     assert [] == elsewhere
 
 
-def test_only_so_many_tags_are_kept(tmp_path: Path) -> None:
-    """``num_kept_ckpts``; and one writer saves tag after tag by ``checkpoint_id=``."""
-    writer = StorageWriter(num_kept_ckpts=2)
-    for number in range(4):
-        save(plain_state(number), checkpoint_id=tmp_path / f"step_{number}", storage_writer=writer)
-        assert str(tmp_path / f"step_{number}") == writer.checkpoint_id
-    assert ["step_2", "step_3"] == tags(tmp_path)
-
-
 def test_rules_say_which_tags_are_kept(tmp_path: Path) -> None:
-    """``retain`` and ``metrics``, as of any save; what is no rule, or no number, is refused."""
-    writer = StorageWriter(num_kept_ckpts=1, retain=[Best("loss")])
+    """``num_kept_ckpts``, ``retain`` and ``metrics``, as of any save; what is no rule, or no number, is refused."""
+    writer = StorageWriter(num_kept_ckpts=2, retain=[Best("loss")])
     for number, loss in enumerate((3.0, 1.0, 2.0, 4.0)):
         writer.metrics = {"loss": loss}
         save(plain_state(number), checkpoint_id=tmp_path / f"step_{number}", storage_writer=writer)
-    assert ["step_1", "step_3"] == tags(tmp_path)
+        assert str(tmp_path / f"step_{number}") == writer.checkpoint_id
+    assert ["step_1", "step_2", "step_3"] == tags(tmp_path)
     with pytest.raises(errors.InvalidArgument, match="an empty list would keep none"):
         StorageWriter(tmp_path, "step", retain=[])
     with pytest.raises(errors.InvalidArgument, match=r"metrics must be numbers by name, .*, found \{'loss': 'low'\}"):
@@ -264,15 +255,6 @@ def test_planners_may_change_what_is_saved(tmp_path: Path) -> None:
 
     save(plain_state(), planner=Half(), storage_writer=StorageWriter(tmp_path, "half"))
     assert "float16" == parameters(tmp_path, "half")["w"].dtype
-
-
-def test_the_tag_says_that_dcp_wrote_it(tmp_path: Path) -> None:
-    """``dcp_names.json`` has the keys; other tools of ours convert the tag."""
-    save(plain_state(), storage_writer=StorageWriter(tmp_path, "step"))
-    told = json.loads((tmp_path / "step" / "dcp_names.json").read_bytes())
-    assert {"format_version": 1, "kind": "dcp_names", "model": "model", "optim": "optim", "content": ""} == {
-        key: value for key, value in told.items() if key != "flat_optimizer"
-    }
 
 
 def test_tools_take_the_tag_as_any_other(tmp_path: Path, pair: RankPool) -> None:
