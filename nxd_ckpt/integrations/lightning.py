@@ -333,6 +333,12 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         The saved run would not have begun another pass over the data there, which draws random numbers.
         """
         loop = trainer.fit_loop
+        if self._random is not None and getattr(loop, "_combined_loader_states_to_load", None):
+            logger.warning(
+                "at the end of an epoch Lightning does not load the state of data loaders: one that draws its order by "
+                "itself, such as torchdata's StatefulDataLoader(shuffle=True), goes on in another order than the saved "
+                "run. Resume from the middle of an epoch (every_n_train_steps=), or use torch's DataLoader"
+            )
         if self._random is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             restore_random_state(self._random)
         self._random = None

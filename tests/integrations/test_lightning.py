@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from examples.train_lightning import main
 from nxd_ckpt import finalize_checkpoint, has_checkpoint, open_checkpoint, save_checkpoint
@@ -77,6 +78,21 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     middle = tmp_path / "whole" / "epoch=1-step=3.ckpt"
     resumed = fit(every_epoch(tmp_path), loader=ResumableLoader(), ckpt_path=middle, seed=2)
     assert (expected.losses[3:], weights(expected)) == (resumed.losses, weights(resumed))
+
+
+@pytest.mark.parametrize("every", [None, 1])
+def test_a_loader_that_draws_its_order(every: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its state is loaded in the middle of an epoch. At the end Lightning does not do it, and a warning says so."""
+
+    def loader() -> Any:
+        rows: Any = torch.linspace(0, 1, 64).view(16, 4)
+        return StatefulDataLoader(rows, batch_size=2, shuffle=True)
+
+    whole = fit(every_epoch(tmp_path / "whole", every_n_train_steps=every), loader=loader())
+    saved = tmp_path / "whole" / ("epoch=0-step=8.ckpt" if every is None else "epoch=1-step=11.ckpt")
+    resumed = fit(every_epoch(tmp_path), loader=loader(), ckpt_path=saved, seed=2)
+    is_same = whole.losses[-len(resumed.losses) :] == resumed.losses
+    assert is_same == ("goes on in another order" not in caplog.text) == (every == 1)
 
 
 def test_a_checkpoint_is_a_tag_of_named_tensors(saved: Path) -> None:
