@@ -114,10 +114,12 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
         )
     write, option_names = FORMS[form, names]
     _refuse_others(chosen, form, names, option_names)
-    if form == "files" and os.fspath(dst).endswith(WEIGHT_FILES):
+    # Directories of tags and of torch DCP are called x.ckpt by others.
+    ends = (*ARCHIVES, *(WEIGHT_FILES if form in ("files", "hf") else ()))
+    if form != "tar" and os.fspath(dst).endswith(ends):
         raise InvalidArgument(
-            f"output {os.fspath(dst)} is named as one file, but to='files' makes a directory of the files of model and "
-            "optimizer: pass the directory's name, without the ending"
+            f"output {os.fspath(dst)} is named as one file, but to={form!r} makes a directory: pass the directory's "
+            "name, without the ending"
         )
     # Ranks' files may be below the path that was passed, and the rest of the checkpoint beside them.
     refuse_inside(source.root, location_of(dst, "output", chosen.written_with))

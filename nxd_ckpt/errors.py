@@ -229,6 +229,8 @@ def to_wire(error: BaseException) -> tuple[str, str]:
     if not isinstance(error, OSError):
         return "CheckpointError", f"{name}: {error}"
     advice = _ADVICE.get(error.errno or 0)
+    if error.errno == errno.ENOENT and error.filename is None and len(error.args) == 2:
+        advice = "if the working directory was removed, change to another one"
     return "StorageError", f"{name}: {error}" + ("" if advice is None else f"; {advice}")
 
 

@@ -30,7 +30,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of
+from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of, refuse_quantized_dtype
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
 
@@ -69,7 +69,8 @@ class MappedWeights(OpenTag):
             spec = own_names({name: each.partition.partition_dim for name, each in self._specs.items()})
         known = find_mapping(spec, config)
         quantization = quantization_of(directory.config, directory.where)
-        directory.dequantize(_as_live(quantization, {spec.dtype for spec in self._specs.values()}))
+        directory.live_dtypes = {spec.dtype for spec in self._specs.values()}
+        directory.dequantize(_as_live(quantization, directory.live_dtypes))
         self._mapping = with_head_of(known, config, plain_names(directory.names, self.where).values())
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         renaming = Renaming(options.key_mapping or {}, options.prefix)
@@ -150,7 +151,7 @@ class MappedWeights(OpenTag):
         """
         leaves = {name: self._assembly(self._matches[name], name) for name in names}
         for name, leaf in leaves.items():
-            _refuse_narrowing(name, leaf)
+            _refuse_narrowing(name, leaf, self.where)
             self._refuse_zeroed_rows(name, self._matches[name])
         filled, meta = self._model.ids(names), self._model.on_meta()
         left = sorted(name for place, name in meta.items() if place not in filled and not ignores(name))
@@ -219,9 +220,13 @@ def _as_live(quantization: Quantization | None, dtypes: Collection[str]) -> Quan
     return replace(quantization, dtype="bfloat16" if floating == {"bfloat16"} else "float32")
 
 
-def _refuse_narrowing(name: str, leaf: Assembly) -> None:
-    """Raise DtypeMismatch if a number of the files might not fit into the live dtype."""
+def _refuse_narrowing(name: str, leaf: Assembly, where: str) -> None:
+    """Raise DtypeMismatch if a number of the files might not fit into the live dtype.
+
+    Raises UnsupportedState if it is a quantized one, which has a scale.
+    """
     for saved in sorted({fragment.stub.dtype for fragment in leaf.fragments} - {leaf.dtype}):
+        refuse_quantized_dtype(name, saved, where)
         if _exponents(saved) is None or (_exponents(leaf.dtype) or 0) < (_exponents(saved) or 0):
             raise DtypeMismatch(
                 f"model/{name}: saved as {saved}, the live one is {leaf.dtype}, which has a smaller range; build the "

@@ -88,8 +88,7 @@ class Source:
         elif self.is_tag or self.writer in (Program.OPTIMUM, Program.OPTIMUM_ADAPTER):
             opened = open_source(self.place)
         else:
-            found, tells = ByPath(self.place.name, self.writer.value), self.writer is Program.TORCH_XLA
-            opened = found.open(self.place.open(), self.place.name, tells=tells)
+            opened = ByPath(self.place.name, self.writer.value).open(self.place.open(), self.place.name)
         if self.optimizer and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} was saved without an optimizer; leave out optimizer=True")
         if self.optimizer is False:

@@ -12,6 +12,7 @@ import errno
 import io
 import math
 import os
+import re
 import tarfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import DOCUMENT, MEMBER_LENGTH, MESSAGE, check_count
+from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, ReadOnlyStorage, Storage, checked_length
 
@@ -110,7 +112,15 @@ def find_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
         MalformedFile: truncated, damaged, or with members that no checkpoint has; names the member.
     """
     file = _Headers(reader, size)
-    return _listed(file, where) or _walked(file, where)
+    return _listed(file, where) or _below_its_name(_walked(file, where), where)
+
+
+def _below_its_name(members: dict[str, Member], where: str) -> dict[str, Member]:
+    """Return the members; of an archive of a tag's content (``tar -C step_3 .``) below a tag of the archive's name."""
+    if DONE not in members or members.keys().isdisjoint((MARKER, MANIFEST)):
+        return members
+    tag = re.sub(r"\.(tar(\.\w+)?|t\w+)$", "", where.rpartition("/")[2]).lstrip(".") or "tag"
+    return {f"{tag}/{name}": member for name, member in members.items()}
 
 
 def _listed(file: _Headers, where: str) -> dict[str, Member]:

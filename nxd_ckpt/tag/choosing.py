@@ -329,7 +329,7 @@ class ByPath(NamedTuple):
         layout = None if writer.writes_tags else open_as(writer, storage, key, trust_pickle=trust_pickle)
         if layout is None:
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
-        if tells and isinstance(layout, PayloadFile) and layout.taken:
+        if tells and writer is Program.TORCH_XLA and isinstance(layout, PayloadFile) and layout.taken:
             logger.warning("%s: taken as a script's own dict: %s", layout.where, layout.taken)
         return OpenTag(storage, key, layout, None)
 

@@ -274,7 +274,8 @@ def refuse_other_counts(ranks: Mapping[str, Payload], above: str) -> None:
 def payload_of(tree: Any, where: str) -> Payload:
     """Return the payload that a file's ``tree`` is. Raises MalformedFile, naming ``where``, if it is no dict."""
     if not isinstance(tree, dict):
-        raise MalformedFile(f"{where}: expected a dict, found {type(tree).__name__}")
+        what = "a tensor" if isinstance(tree, TensorStub) else type(tree).__name__
+        raise MalformedFile(f"{where}: expected a dict, found {what}")
     inner = tree.get(_STATE)
     if isinstance(inner, dict) and not is_optimizer(tree) and not {*MODEL_KEYS}.isdisjoint(inner):
         return Payload({**{key: value for key, value in tree.items() if key != _STATE}, **inner})

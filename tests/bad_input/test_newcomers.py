@@ -90,6 +90,15 @@ def _chdir() -> None:
     assert [] == os.listdir(".")
 
 
+def _gone() -> None:
+    save_checkpoint("from", "run", STATE)
+    source = os.path.abspath("from/run")
+    os.mkdir("elsewhere")
+    os.chdir("elsewhere")
+    os.rmdir("../elsewhere")
+    convert(source, "out", to="files")
+
+
 def _home() -> None:
     save_checkpoint("~/run", 1, STATE)
     assert os.path.isdir("home/run/1")
@@ -219,6 +228,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception] | None, str]] = {
     "another number of ranks": (_another_number_of_ranks, TopologyMismatch, r"w: .*is not known; pass partitions="),
     "one rank only": (_one_rank_only, SaveFailed, "no vote from rank 1 of 2.*or not in this save"),
     "chdir": (_chdir, WORKS, ""),
+    "a removed directory": (_gone, StorageError, "if the working directory was removed, change to another one"),
     "~": (_home, WORKS, ""),
     "a cell twice": (_cell_twice, WORKS, ""),
     "Ctrl-C": (_interrupted, WORKS, ""),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import convert, open_checkpoint, save_checkpoint
 from nxd_ckpt.converting import FORMS
-from nxd_ckpt.errors import CheckpointError, InvalidArgument
+from nxd_ckpt.errors import CheckpointError
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, write_config
 from tests.migrate.layouts import LAYOUTS, PLAIN, options_of, untrained
@@ -170,14 +170,6 @@ def test_an_export_is_read_with_its_optimizer(tmp_path: Path) -> None:
             assert moments
             assert moments == sorted(after.keys("optim/*/exp_avg*"), key=moments.index)
             assert all(torch.equal(before.read(name), after.read(name)) for name in moments)
-
-
-def test_a_directory_is_not_named_as_a_file(tmp_path: Path) -> None:
-    """The form "files" makes a directory."""
-    for name in ("model.safetensors", "model.pt"):
-        with pytest.raises(InvalidArgument, match="makes a directory of the files"):
-            convert(_directory(tmp_path), tmp_path / name, to="files")
-        assert not (tmp_path / name).exists()
 
 
 def _readable(path: Path, form: str) -> Path:

@@ -275,3 +275,20 @@ def test_an_archive_may_grow_or_be_packed_again(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "y.tar", "w") as archive:
         archive.add(tmp_path / "again", "")
     assert () == verify_checkpoint(tmp_path / "y.tar").problems
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tgz"])
+def test_an_archive_of_a_tags_content_is_that_tag(tmp_path: Path, suffix: str) -> None:
+    """As ``tar -C run/step_3 -cf step_3.tar .`` makes it: the tag has the archive's name."""
+    tag = save_example(tmp_path, 2)
+    archive = tmp_path / f"3rd.step_3{suffix}"
+    with tarfile.open(archive, "w" if suffix == ".tar" else "w:gz") as packed:
+        packed.add(tag, ".")
+    assert has_checkpoint(archive)
+    state: dict[str, Any] = {}
+    load_checkpoint(archive, model=state, topology=Topology(dp=2, rank=1))
+    assert None is difference(model(), state)
+    assert "3rd.step_3" == open_checkpoint(archive).tag
+    assert () == verify_checkpoint(archive).problems
+    unshard_checkpoint(archive, tmp_path / "whole", durable=False)
+    assert None is difference(model(), torch.load(tmp_path / "whole" / "model.pt", weights_only=True))

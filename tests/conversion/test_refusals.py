@@ -17,6 +17,7 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     PartNotFound,
 )
+from nxd_ckpt.options.conversion import Form
 from tests.conversion.tags import contents, save_example
 from tests.golden.checkpoints import saved
 from tests.interop.saving import save_as_every_rank
@@ -199,3 +200,17 @@ def test_a_directory_that_a_live_job_saves_to(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "job") as job:
         job.save("step_1", {"weight": torch.ones(2)})
         refused(DirectoryInUse, "job", source, tmp_path / "job" / "out")
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("files", "out.pt"), ("hf", "out.safetensors"), ("hf", "out.tar"), ("tag", "out.tgz"), ("dcp", "out.tar.zst")],
+)
+def test_a_directory_that_would_be_called_as_a_file_is_refused(tmp_path: Path, form: Form, name: str) -> None:
+    """The user wants one file. A tag called ``x.ckpt``, as others call theirs, is made."""
+    source = save_example(tmp_path / "input", 2)
+    with pytest.raises(InvalidArgument, match=f"{name} is named as one file, but to='{form}' makes a directory"):
+        convert(source, tmp_path / name, to=form)
+    assert not (tmp_path / name).exists()
+    convert(source, tmp_path / "out.ckpt", to="tag", durable=False)
+    load_checkpoint(tmp_path, "out.ckpt", {})

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nxd_ckpt import convert, load_checkpoint, save_checkpoint
+from nxd_ckpt import convert, diff_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.tag.foreign import dequantizing
 from nxd_ckpt.tag.foreign.dequantizing import dequantized_mxfp4
+from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Model, State
 from tests.hugging_face.saved import differences, live, weights, write_config, write_files
 from tests.migrate.dcp_directory import from_dcp
@@ -197,3 +198,29 @@ def test_no_section_of_an_export_says_that_it_is_quantized(tmp_path: Path, key: 
     assert "modules_to_not_convert" not in text
     assert '"rope_theta": 1.5' in text
     load_checkpoint(tmp_path / "out", model=plain())
+
+
+def test_whole_numbers_of_a_live_model_are_no_quantized_weights(tmp_path: Path) -> None:
+    """A buffer of int8 comes back from plain files; a weight that has this dtype in the files alone is refused."""
+    state = {"table": torch.arange(4, dtype=torch.int8), "mask": torch.tensor([1, 0], dtype=torch.uint8)}
+    save_checkpoint(tmp_path / "run", "s", state | {"weight": torch.ones(2)})
+    convert(tmp_path / "run" / "s", tmp_path / "out", to="files", use_safetensors=True)
+    convert(tmp_path / "out", tmp_path / "again" / "s", to="tag", names="own")
+    for source in (tmp_path / "out", tmp_path / "out" / "model.safetensors", tmp_path / "again"):
+        live = {name: torch.zeros_like(tensor) for name, tensor in state.items()} | {"weight": torch.zeros(2)}
+        load_checkpoint(source, model=live)
+        assert all(torch.equal(live[name], tensor) for name, tensor in state.items())
+        assert not diff_checkpoints(open_checkpoint(tmp_path / "run"), open_checkpoint(source))
+    assert () == verify_checkpoint(tmp_path / "out").problems
+    live = {"table": torch.zeros(4), "mask": torch.zeros(2, dtype=torch.uint8), "weight": torch.zeros(2)}
+    with pytest.raises(UnsupportedState, match="table is int8"):
+        load_checkpoint(tmp_path / "out", model=live)
+
+
+def test_a_quantized_weight_is_refused_beside_live_ones_of_its_dtype(tmp_path: Path) -> None:
+    """It would be cast without its scale."""
+    numbers = torch.ones(2).to(torch.float8_e4m3fn)
+    save_file({"a": numbers, "b": numbers.clone()}, tmp_path / "model.safetensors")
+    live = {"a": numbers.clone(), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    with pytest.raises(UnsupportedState, match="b is float8_e4m3fn"):
+        load_checkpoint(tmp_path, model=live)

@@ -1,5 +1,6 @@
 """A path to something else than a directory of tags: every reader reads it, or says what it is."""
 
+import io
 import json
 import os
 import re
@@ -50,6 +51,12 @@ def test_what_others_wrote_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         assert words in " ".join(capsys.readouterr().out.split())
 
 
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
 OTHERS: dict[str, tuple[bytes, str]] = {
     "readme.txt": (b"how it was trained", "is a text"),
     "model.gguf": (b"GGUF\3\0\0\0", "GGUF file of llama.cpp: .*gguf_file="),
@@ -66,8 +73,10 @@ OTHERS: dict[str, tuple[bytes, str]] = {
     "old": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P", "before torch 1.6. Save it again"),
     "optim.safetensors": (b"", "an optimizer's tensors: pass the directory"),
     "model_optim_rng.pt": (b"", "of Megatron-LM, whose own converter"),
+    "tensor.pt": (_saved(torch.ones(2)), "expected a dict, found a tensor"),
     "trace.bin": (b"text in place of data", "expected a torch zip file, found a text"),
     "other": (b"\0\1\2", "is no checkpoint of a kind that is known"),
+    "MODEL.SAFETENSORS": (b"\2\0\0\0\0\0\0\0{}", "are known by their names, which end in lower case"),
 }
 """Files of other programs by their names, with how they begin and what is said."""
 

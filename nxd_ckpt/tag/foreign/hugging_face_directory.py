@@ -7,7 +7,7 @@ Headers are read when a tensor of their file is used: a rank opens the files tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -61,6 +61,8 @@ class HuggingFaceDirectory:
         self._quantization: Quantization | None = None
         self._scales: dict[str, str] = {}
         self._dropped: set[str] = set()
+        self.live_dtypes: Collection[str] = ()
+        """Dtypes of the model that is filled: what has one of them is no quantized weight."""
 
     def _find(self) -> WeightFiles:
         return find_weights(self.files, self._read)
@@ -121,7 +123,8 @@ class HuggingFaceDirectory:
         """
         stub = self.stub(name, tied)
         suffix = None if self._quantization is None else self._quantization.suffix
-        refuse_quantized_dtype(name, stub.dtype, self.where, suffix)
+        if stub.dtype not in self.live_dtypes:
+            refuse_quantized_dtype(name, stub.dtype, self.where, suffix)
         return stub
 
     def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
@@ -211,7 +214,7 @@ def open_weights(storage: Storage, key: str, model_key: str = "model") -> Huggin
 
 
 class WeightsLayout(PayloadFile):
-    """Layout (`TagLayout`) of a model in Hugging Face's form as it is: its own names, on one rank.
+    """Layout (`TagLayout`) of a model in Hugging Face's form as it is: its own names and dtypes, on one rank.
 
     The optimizer, the scheduler and the trainer's state that lie beside it are read when they are asked for.
     """
@@ -232,7 +235,7 @@ class WeightsLayout(PayloadFile):
 
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        return {name: self.directory.tensor(name) for name in self.directory.names}
+        return {name: self.directory.stub(name) for name in self.directory.names}
 
     @cached_property
     def _payload(self) -> Payload:

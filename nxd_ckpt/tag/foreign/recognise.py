@@ -123,6 +123,12 @@ def recognise(storage: Storage, folder: str) -> Recognised | None:
     return recognise(storage, candidate.below(*torch_files(files))) if holds_one_file(files) else None
 
 
+_UNKNOWN = (
+    "no checkpoint of a kind that is known; safetensors files and archives are known by their names, which end in "
+    "lower case (.safetensors, .tar, .tar.gz)"
+)
+
+
 def _refuse_file(storage: Storage, key: str, where: str) -> None:
     """Raise UnsupportedState for a file that is, by its name or its beginning, no whole model and no script's dict."""
     name = key.rpartition("/")[2]
@@ -132,7 +138,7 @@ def _refuse_file(storage: Storage, key: str, where: str) -> None:
         start = bytearray(min(HEAD, storage.size(key)))
         storage.read_into(key, 0, memoryview(start))
         if not start.startswith(LOCAL_MARK):
-            other = instead_of_data(bytes(start)) or "no checkpoint of a kind that is known"
+            other = instead_of_data(bytes(start)) or _UNKNOWN
     if other is not None:
         raise UnsupportedState(f"{where} is {other}")
 
