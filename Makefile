@@ -42,7 +42,7 @@ export OMP_NUM_THREADS := 1
 # Hundreds of processes import torch and this package: compiled once, by the first that needs it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint test-xla test-plain test-pythons soak mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-tiers bench-statistics demo site
+.PHONY: test lint test-xla test-plain test-pythons soak soak-xla soak-plain mutants bench bench-reshard bench-diff bench-hf bench-migrate bench-plugins bench-s3 bench-scale bench-hosts bench-tiers bench-statistics demo site
 
 # Side by side, as none of the three keeps two processors busy: tests of test-plain often wait, so four of them run at
 # once. Each shows what it said when it is done.
@@ -68,8 +68,15 @@ test-pythons:
 	    $(MAKE) test-plain VENV_PLAIN=$(VENV_PLAIN)-$$version PYTHON_PLAIN=$$python TORCH_PLAIN='"$(TORCH)"'; \
 	done
 
-soak: $(XLA_READY)
-	$(VENV)/bin/python -m pytest -m soak --hypothesis-profile=soak $(PYTEST_ARGS)
+# The cases that `make test` leaves out, each in the environment where `make test` has the others of its test.
+soak:
+	$(MAKE) --keep-going soak-xla soak-plain
+
+soak-xla: $(XLA_READY)
+	$(VENV)/bin/python -m pytest -m "soak and (xla or not once)" --hypothesis-profile=soak $$($(OF_XLA)) $(PYTEST_ARGS)
+
+soak-plain: $(PLAIN_READY)
+	$(VENV_PLAIN)/bin/python -m pytest -m "plain and soak" --hypothesis-profile=soak $(PYTEST_ARGS)
 
 # Changes the code, one place at a time, to see whether a test notices; no part of `make test`.
 mutants: $(PLAIN_READY)

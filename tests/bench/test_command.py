@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.processes import run_program
+from tests.support.processes import heed_ctrl_c, run_program
 from tools.bench.contestants.contract import Contestant
 from tools.bench.results import ASYNC, COLD, RETURNED, SAVE, SLOWDOWN, STALL, WARM
 from tools.bench.rounds import Rounds
@@ -115,7 +115,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     """Files are removed and ranks ended, whether the run is interrupted or told to end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         command = [sys.executable, "-m", "tools.bench", "--directory", str(tmp_path), *TINY, "--only", "W1 cpu 1p"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heed_ctrl_c) as running:
             assert running.stderr is not None
             for line in running.stderr:
                 if "warming up" in line:

@@ -23,6 +23,7 @@ from tests.device import neuron_device
 from tests.device.forked_selftest import Before, ForkedRank
 from tests.docs.markdown import DOCS
 from tests.support.mounts import needs_mounts
+from tests.support.processes import heed_ctrl_c
 
 HARDWARE = DOCS / "hardware.md"
 
@@ -203,11 +204,6 @@ def test_one_rank_of_torchrun_is_too_few(selftest: SelfTests, monkeypatch: pytes
     outcome = selftest("--ranks", "2")
     assert "needs 2 ranks or more, found 1" in outcome.printed
     assert 2 == outcome.code
-
-
-def heed_ctrl_c() -> None:
-    """Tests that run in the background (nohup, &) ignore SIGINT, and so would what they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

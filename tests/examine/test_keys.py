@@ -21,7 +21,14 @@ from nxd_ckpt import (
     unshard_checkpoint,
 )
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.errors import (
+    DigestMismatch,
+    IncompatibleState,
+    InvalidArgument,
+    KeyMismatch,
+    OptimizerMismatch,
+    TopologyMismatch,
+)
 from tests.cli.checkpoints import CUTS, GLOBAL, save_examples, whole
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 from tests.interop.saving import save_as_every_rank
@@ -127,7 +134,10 @@ def test_a_changed_byte_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.one_in(3)
 def test_tags_of_nxd_tell_what_they_know(golden: Path, configuration: str) -> None:
-    """Told how they are cut and whose the optimizer's entries are, their whole model comes together."""
+    """Told how they are cut and whose the optimizer's entries are, their whole model comes together.
+
+    Moments that its ranks should have alike and have not are refused by name.
+    """
     source = saved(golden, configuration)
     tag, sizes = source.tags[-1], source.topologies[0]
     held = [source.held(tag, rank) for rank, at in enumerate(source.topologies) if at.dp_rank < at.ep]
@@ -145,8 +155,14 @@ def test_tags_of_nxd_tell_what_they_know(golden: Path, configuration: str) -> No
         assert cuts.get(name, Partition()).global_shape(shape, sizes.ep) == tuple(found.shape), name
         box = tuple(slice(0, (size + 1) // 2) for size in found.shape)
         assert torch.equal(found[box], checkpoint.read(f"model/{name}", box)), name
-        if f"optim/{name}/exp_avg" in checkpoint.metadata:
-            assert found.shape == checkpoint.read(f"optim/{name}/exp_avg").shape
+        moment, copies = f"optim/{name}/exp_avg", [rank["model"][name] for rank in held if name in rank["model"]]
+        if moment not in checkpoint.metadata:
+            continue
+        if cuts[name] == Partition() and not all(torch.equal(copies[0], copy) for copy in copies):
+            with pytest.raises(IncompatibleState, match=f"{moment} differed"):
+                checkpoint.read(moment)
+        else:
+            assert found.shape == checkpoint.read(moment).shape
     moments = set(checkpoint.keys("optim/*/exp_avg"))
     assert {f"optim/{name}/exp_avg" for name, one in about.items() if one["requires_grad"]} >= moments
     assert bool(moments) == (checkpoint.parts.optimizer is not None)

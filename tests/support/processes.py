@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,11 @@ def run_program(source: str, *arguments: object) -> CompletedProcess[str]:
 def run_file(path: Path, *arguments: object) -> CompletedProcess[str]:
     """``python PATH ARGUMENTS...``, as a :class:`Program`."""
     return run_program(f"import runpy\nrunpy.run_path({str(path)!r}, run_name='__main__')", *arguments)
+
+
+def heed_ctrl_c() -> None:
+    """For ``preexec_fn=``: tests that run in the background (nohup, &) ignore SIGINT, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_ranks(source: str, *arguments: Sequence[object]) -> list[CompletedProcess[str]]:
