@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt.coordination import control_files as keys
 from nxd_ckpt.core import names
+from nxd_ckpt.errors import CheckpointNotFound, TagReplaced
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
@@ -81,8 +83,9 @@ class Job:
         running = self._process.poll() is None
         for tag in self.complete_tags():
             if tag not in self.saves:
-                manifest = nxd_ckpt.open_checkpoint(self.checkpoints, tag).manifest
-                self.saves[tag] = manifest.timings if manifest is not None else {}
+                with suppress(CheckpointNotFound, TagReplaced):  # it may just have been deleted
+                    manifest = nxd_ckpt.open_checkpoint(self.checkpoints, tag).manifest
+                    self.saves[tag] = manifest.timings if manifest is not None else {}
         return running
 
     def wait(self) -> int:

@@ -65,6 +65,18 @@ def test_a_tensor_that_differs_in_one_bit_is_found(compare: ModuleType, tmp_path
     assert expected == compare.tensors_that_differ(*opened)
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_passed_over(
+    compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention may remove it between the listing and the look, on a busy machine."""
+    job = import_module("demo_job").Job("killed", tmp_path, str(tmp_path / "run"), [], module=["this"])
+    nxd_ckpt.save_checkpoint(tmp_path / "run", "step_2", {"w": torch.ones(2)})
+    monkeypatch.setattr(job, "complete_tags", lambda: ["step_1", "step_2"])
+    with job:
+        job.wait()
+    assert ["step_2"] == list(job.saves)
+
+
 @pytest.mark.both
 def test_other_sizes_must_give_the_same_tensors_and_losses(compare: ModuleType) -> None:
     """One tensor, or one loss beyond the tolerance, and the demo says that the crossing failed."""
