@@ -1,14 +1,13 @@
 """256 experts of a layer in one tensor: it is never whole in memory, in whatever form it comes or goes."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tools.bench.convert import MIB, run
-from tools.bench.experts import CONFIG, EXPERTS, MAKE
+from tools.bench.convert import MIB
+from tools.bench.experts import make
 
 pytestmark = [pytest.mark.both, pytest.mark.soak]
 
@@ -32,9 +31,7 @@ print(peak() - before)
 def test_a_stack_of_experts_is_never_whole_in_memory(tmp_path: Path) -> None:
     """Gate and up of the layer are 512 MiB; what a whole one would need is far above what all forms together need."""
     hf = tmp_path / "hf"
-    hf.mkdir()
-    (hf / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
-    run(MAKE, hf, 1, EXPERTS, CONFIG["hidden_size"], CONFIG["moe_intermediate_size"])
+    make(hf, layers=1, hidden=1024, wide=512)
     done = subprocess.run(
         [sys.executable, "-c", GROWTH, str(hf), str(tmp_path)], check=True, capture_output=True, text=True
     )

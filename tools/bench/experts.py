@@ -118,6 +118,19 @@ print(time.monotonic() - started)
 """
 
 
+def make(directory: Path, layers: int, hidden: int, wide: int) -> None:
+    """Write the Hugging Face directory; ``wide`` is the width of an expert."""
+    sizes = {
+        "hidden_size": hidden,
+        "head_dim": hidden // 8,
+        "moe_intermediate_size": wide,
+        "num_hidden_layers": layers,
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
+    run(MAKE, directory, layers, EXPERTS, hidden, wide)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2, help="each of 768 tensors (default: 2)")
@@ -129,15 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench_experts_", dir=args.directory) as name:
         directory = Path(name)
         source = directory / "hf"
-        source.mkdir()
-        sizes = {
-            "hidden_size": args.hidden,
-            "head_dim": args.hidden // 8,
-            "moe_intermediate_size": args.intermediate,
-            "num_hidden_layers": args.layers,
-        }
-        (source / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
-        run(MAKE, source, args.layers, EXPERTS, args.hidden, args.intermediate)
+        make(source, args.layers, args.hidden, args.intermediate)
         os.sync()
         tag = directory / "run" / "step_0"
         forms = {
