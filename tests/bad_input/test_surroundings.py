@@ -363,7 +363,6 @@ def shards_in_modes(rank: int, directory: str) -> list[str]:
 
 
 @pytest.mark.once
-def test_shards_of_fsdp2(tmp_path: Path) -> None:
+def test_shards_of_fsdp2(pair: RankPool, tmp_path: Path) -> None:
     """In each mode, fresh optimizers continue with the next step of the uninterrupted run."""
-    with RankPool(nproc=2) as pool:
-        assert [[], []] == pool.run(shards_in_modes, str(tmp_path))
+    assert [[], []] == pair.run(shards_in_modes, str(tmp_path))

@@ -140,18 +140,17 @@ def load_on_rank(rank: int, directory: Path, verify: Any) -> str | None:
     return None
 
 
-def test_damage_on_one_rank_reaches_both(tmp_path: Path) -> None:
+def test_damage_on_one_rank_reaches_both(pair: RankPool, tmp_path: Path) -> None:
     """Each reads a file of its own; the other one raises what this one found."""
     topologies = [Topology(tp=2, rank=rank) for rank in range(2)]
     save_as_every_rank(tmp_path, "one", topologies, lambda rank: {"model": model(1.0 + rank)}, durable=False)
     damaged = tmp_path / "one" / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
     flip(damaged)
-    with RankPool(nproc=2) as pool:
-        for verify in (True, "reading"):
-            others, own = pool.run(load_on_rank, tmp_path, verify)
-            assert "model/large" in own
-            assert f"on rank 1: {own}" == others
-        assert [None, None] == pool.run(load_on_rank, tmp_path, False)
+    for verify in (True, "reading"):
+        others, own = pair.run(load_on_rank, tmp_path, verify)
+        assert "model/large" in own
+        assert f"on rank 1: {own}" == others
+    assert [None, None] == pair.run(load_on_rank, tmp_path, False)
 
 
 @pytest.fixture(scope="module")

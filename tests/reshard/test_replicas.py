@@ -4,7 +4,7 @@ import errno
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,6 @@ def picture(tree: Any) -> Any:
     return tree
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Four plain CPU ranks."""
-    with RankPool(nproc=RANKS) as pool:
-        yield pool
-
-
 SAVED = {
     "plain": layout(),
     "xser": layout(),
@@ -181,7 +174,7 @@ def nbytes_of(tree: Any) -> int:
 )
 @pytest.mark.one_in(2)
 def test_what_replicas_read_together(
-    ranks: RankPool, saved: dict[str, Path], name: str, job: Layout, replicas: int
+    gloo_ranks: RankPool, saved: dict[str, Path], name: str, job: Layout, replicas: int
 ) -> None:
     """They verify each byte once, and read it once if they share that as well; a ZeRO-1 shard is for its rank alone.
 
@@ -192,7 +185,7 @@ def test_what_replicas_read_together(
     common = sum(map(nbytes_of, trees)) - alone
 
     def read(verify: bool, share_reads: bool | None) -> list[int]:
-        outcomes = ranks.run(load, Loading(saved[name], job, [{"verify": verify, "share_reads": share_reads}]))
+        outcomes = gloo_ranks.run(load, Loading(saved[name], job, [{"verify": verify, "share_reads": share_reads}]))
         assert [(None, None)] * RANKS == [(outcome.kind, outcome.wrong) for outcome in outcomes]
         return [outcome.nbytes for outcome in outcomes]
 
@@ -225,9 +218,9 @@ def load_into_dicts(rank: int, directory: Path) -> str | None:
     return difference(*found)
 
 
-def test_dicts_are_filled(ranks: RankPool, saved: dict[str, Path]) -> None:
+def test_dicts_are_filled(gloo_ranks: RankPool, saved: dict[str, Path]) -> None:
     """In place of live objects."""
-    assert [None] * RANKS == ranks.run(load_into_dicts, saved["plain"])
+    assert [None] * RANKS == gloo_ranks.run(load_into_dicts, saved["plain"])
 
 
 def load_onto_device(rank: int, directory: Path) -> str | None:
@@ -249,12 +242,12 @@ def test_what_is_read_together_reaches_devices(xla_ranks: RankPool, saved: dict[
 
 @pytest.mark.parametrize("share_reads", [True, False])
 def test_replicas_with_different_models_do_not_share(
-    ranks: RankPool, saved: dict[str, Path], share_reads: bool
+    gloo_ranks: RankPool, saved: dict[str, Path], share_reads: bool
 ) -> None:
     """Each verifies and reads what it has itself."""
     options = {"strict": False, "share_reads": share_reads}
     what = Loading(saved["plain"], layout(dp=4), [options], [None, None, "narrow", None])
-    outcomes = ranks.run(load, what)
+    outcomes = gloo_ranks.run(load, what)
     assert [(None, None)] * RANKS == [(outcome.kind, outcome.wrong) for outcome in outcomes]
     model = expected(WEIGHTS, what.layout, what.layout.topology)["model"]
     for lacking, outcome in zip(what.lacks, outcomes, strict=True):
@@ -263,12 +256,12 @@ def test_replicas_with_different_models_do_not_share(
 
 
 @pytest.mark.parametrize("share_reads", [True, None])
-def test_damage_that_one_replica_finds(ranks: RankPool, tmp_path: Path, share_reads: bool | None) -> None:
+def test_damage_that_one_replica_finds(gloo_ranks: RankPool, tmp_path: Path, share_reads: bool | None) -> None:
     """All of them raise what it raised, and nothing changed on any."""
     directory = save(tmp_path, "xser")
     damaged = directory / "step_1" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors" / "tensor_2.pt"
     flip(damaged)
-    outcomes = ranks.run(load, Loading(directory, layout(dp=4), [{"share_reads": share_reads}]))
+    outcomes = gloo_ranks.run(load, Loading(directory, layout(dp=4), [{"share_reads": share_reads}]))
     assert [("DigestMismatch", None)] * RANKS == [(outcome.kind, outcome.wrong) for outcome in outcomes]
     (finder,) = [rank for rank, outcome in enumerate(outcomes) if not outcome.told.startswith("on rank")]
     told = outcomes[finder].told
@@ -277,15 +270,15 @@ def test_damage_that_one_replica_finds(ranks: RankPool, tmp_path: Path, share_re
 
 
 @pytest.mark.parametrize("fails", range(RANKS))
-def test_a_reader_that_fails_in_the_middle(ranks: RankPool, saved: dict[str, Path], fails: int) -> None:
+def test_a_reader_that_fails_in_the_middle(gloo_ranks: RankPool, saved: dict[str, Path], fails: int) -> None:
     """All ranks raise its error, though their timeout is far; and the same processes load the next time."""
     what = Loading(saved["plain"], layout(dp=4), [SHARED | {"verify": False}], fails=fails)
-    outcomes = ranks.run(load, what)
+    outcomes = gloo_ranks.run(load, what)
     own = ("StorageError", "OSError: [Errno 5] the disk is gone")
     partly = "The live state is partly overwritten: load another tag before training on"
     others = ("StorageError", f"on rank {fails}: {own[1]}. {partly}")
     assert [own if rank == fails else others for rank in range(RANKS)] == [(one.kind, one.told) for one in outcomes]
-    assert [None] * RANKS == [one.kind for one in ranks.run(load, Loading(saved["plain"], layout(dp=4)))]
+    assert [None] * RANKS == [one.kind for one in gloo_ranks.run(load, Loading(saved["plain"], layout(dp=4)))]
 
 
 class Picky(torch.nn.Module):
@@ -317,29 +310,29 @@ def load_picky(rank: int, directory: Path, refuses: int) -> str:
 
 
 @pytest.mark.parametrize("refuses", range(RANKS))
-def test_a_replica_that_fails_at_something_else(ranks: RankPool, tmp_path: Path, refuses: int) -> None:
+def test_a_replica_that_fails_at_something_else(gloo_ranks: RankPool, tmp_path: Path, refuses: int) -> None:
     """The others do not wait for what it would have read, raise its error, and are in step the next time."""
     save_checkpoint(tmp_path, "step_1", picky_model(False), durable=False)
     close_checkpointers()
-    found = ranks.run(load_picky, tmp_path, refuses)
+    found = gloo_ranks.run(load_picky, tmp_path, refuses)
     assert ["HostExhausted"] * RANKS == found
 
 
-def test_a_replica_that_does_not_verify(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_replica_that_does_not_verify(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """The others verify all by themselves: what is damaged is found before anything changes, whoever would have."""
     directory = save(tmp_path, "xser")
     for number in range(4):
         damaged = directory / "step_1/model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors" / f"tensor_{number}.pt"
         flip(damaged)
         options = [{"verify": rank != number} | SHARED for rank in range(RANKS)]
-        outcomes = ranks.run(load, Loading(directory, layout(dp=4), options))
+        outcomes = gloo_ranks.run(load, Loading(directory, layout(dp=4), options))
         assert [("DigestMismatch", None)] * RANKS == [(outcome.kind, outcome.wrong) for outcome in outcomes]
         flip(damaged)
 
 
-def test_a_replica_that_dies_in_the_middle(ranks: RankPool, saved: dict[str, Path]) -> None:
+def test_a_replica_that_dies_in_the_middle(gloo_ranks: RankPool, saved: dict[str, Path]) -> None:
     """The others raise when they have waited for it for their timeout."""
     what = Loading(saved["plain"], layout(dp=4), [SHARED | {"verify": False}], fails=2, dies=True, timeout=4.0)
-    outcomes = ranks.run(load, what, return_errors=True)
+    outcomes = gloo_ranks.run(load, what, return_errors=True)
     assert WorkerDied is type(outcomes.pop(2))
     assert ["PeerTimeout"] * (RANKS - 1) == [outcome.kind for outcome in outcomes]
