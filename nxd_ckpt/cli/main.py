@@ -129,8 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser, single = parsers()
     complete(parser)
-    if sys.stdout is None:  # closed (>&-): the command still runs, without output
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed (>&-): the command still runs, without output
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         parser.print_help()

@@ -60,6 +60,13 @@ def test_a_closed_output_is_no_error(examples: Path) -> None:
     assert (0, "") == (ended.returncode, ended.stderr)
 
 
+def test_an_error_without_standard_error_has_its_exit_code(tmp_path: Path) -> None:
+    """``nxd-ckpt diff ... 2>&-``: 1 would mean that two checkpoints differ."""
+    words = ["diff", str(tmp_path / "absent"), str(tmp_path / "absent")]
+    command = ["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-m", "nxd_ckpt.cli", *words]
+    assert 2 == subprocess.run(command, cwd=REPOSITORY, capture_output=True).returncode
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["list"], ["unknown"], ["list", "a", "b"], ["list", "a", "--jso"], ["inspect", "a", "--rank", "x"]],
