@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound, UnsafePickle
+from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
@@ -135,24 +135,6 @@ def test_flipped_bits_are_found_on_reading(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with pytest.raises(DigestMismatch, match="t: model/"):
         tag.files.read(stub)
-
-
-class Custom:
-    """What a user might put into user_content."""
-
-    tensor = torch.ones(1)
-
-
-def test_user_objects_need_trust(tmp_path: Path) -> None:
-    """A class of the user's is refused by default, and read on demand with the tensors inside it."""
-    content = Custom()
-    content.tensor = torch.arange(3.0)
-    save(content, tmp_path / "t" / "user_content.pt")
-    storage = LocalStorage(tmp_path)
-    with pytest.raises(UnsafePickle, match=r"Custom.*trust_pickle=True"):
-        open_tag(storage, "t").user_content()
-    trusted = open_tag(storage, "t", trust_pickle=True).user_content()
-    assert [0.0, 1.0, 2.0] == trusted.tensor.tolist()
 
 
 def test_types_are_restored() -> None:
