@@ -169,9 +169,9 @@ def checked_dict(value: Any, what: str) -> dict[Any, Any]:
     return value
 
 
-MODEL_KEYS = ("model", "model_state_dict", "state_dict")
-OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
-SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers", "schedulers")
+_MODEL_KEYS = ("model", "model_state_dict", "state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
+_SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers", "schedulers")
 _STATE = "state"
 
 _COUNTS = ("step", "global_step", "epoch")
@@ -187,22 +187,22 @@ class Payload:
     @property
     def model(self) -> dict[str, Any] | None:
         """The model's state dict, None without one."""
-        return self.content if self._is_bare_model else self._part(MODEL_KEYS)
+        return self.content if self._is_bare_model else self._part(_MODEL_KEYS)
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        return self.content if is_optimizer(self.content) else self._part(OPTIMIZER_KEYS)
+        return self.content if is_optimizer(self.content) else self._part(_OPTIMIZER_KEYS)
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
-        return self._part(SCHEDULER_KEYS)
+        return self._part(_SCHEDULER_KEYS)
 
     @property
     def rest(self) -> dict[str, Any]:
         """Everything else: step, epoch, arguments."""
         if is_optimizer(self.content) or self._is_bare_model:
             return {}
-        part_keys = {*MODEL_KEYS, *OPTIMIZER_KEYS, *SCHEDULER_KEYS}
+        part_keys = {*_MODEL_KEYS, *_OPTIMIZER_KEYS, *_SCHEDULER_KEYS}
 
         # Of several optimizers only the script knows which one to use.
         return {
@@ -219,7 +219,7 @@ class Payload:
     @property
     def _is_bare_model(self) -> bool:
         """True for a state dict itself: tensors at the top level, and no parts."""
-        nested = any(self._part(keys) is not None for keys in (MODEL_KEYS, OPTIMIZER_KEYS))
+        nested = any(self._part(keys) is not None for keys in (_MODEL_KEYS, _OPTIMIZER_KEYS))
         has_tensors = any(len(path) == 1 for path, _ in iter_tensors(self.content))
         return not nested and not is_optimizer(self.content) and has_tensors
 
@@ -228,7 +228,7 @@ class Payload:
         """The keys that were taken for each part, for people; "" for the state dict itself."""
         if self._is_bare_model or is_optimizer(self.content):
             return ""
-        parts = {"model": MODEL_KEYS, "optimizer": OPTIMIZER_KEYS, "scheduler": SCHEDULER_KEYS}
+        parts = {"model": _MODEL_KEYS, "optimizer": _OPTIMIZER_KEYS, "scheduler": _SCHEDULER_KEYS}
         found = [f"the {part} under {key!r}" for part, keys in parts.items() if (key := self._key(keys)) is not None]
         rest = f"user content under {first_of(map(repr, self.rest))}" if self.rest else None
         return ", ".join([*found, *([] if rest is None else [rest])])
@@ -277,7 +277,7 @@ def payload_of(tree: Any, where: str) -> Payload:
         what = "a tensor" if isinstance(tree, TensorStub) else type(tree).__name__
         raise MalformedFile(f"{where}: expected a dict, found {what}")
     inner = tree.get(_STATE)
-    if isinstance(inner, dict) and not is_optimizer(tree) and not {*MODEL_KEYS}.isdisjoint(inner):
+    if isinstance(inner, dict) and not is_optimizer(tree) and not {*_MODEL_KEYS}.isdisjoint(inner):
         return Payload({**{key: value for key, value in tree.items() if key != _STATE}, **inner})
     return Payload(tree)
 
@@ -343,11 +343,11 @@ class PayloadFile:
 
     @reading
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        return checked_model(self._required(self._payload_of(at).model, MODEL_KEYS), self.where)
+        return self._model(self._payload_of(at), self.where)
 
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        tree = checked_optimizer(self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS), self.where)
+        tree = self._optimizer(self._payload_of(at), self.where)
         names = names_of_groups(tree)
         return _masters_apart(tree if names is None else _numbered(tree, names))
 
@@ -358,7 +358,7 @@ class PayloadFile:
 
     @reading
     def scheduler(self) -> Any:
-        return self._read(self._required(self._payload.scheduler, SCHEDULER_KEYS))
+        return self._read(self._required(self._payload.scheduler, _SCHEDULER_KEYS))
 
     @reading
     def user_content(self) -> Any:
@@ -376,6 +376,12 @@ class PayloadFile:
     @property
     def _rest(self) -> dict[str, Any]:
         return self._payload.rest
+
+    def _model(self, payload: Payload, where: str) -> dict[str, Any]:
+        return checked_model(self._required(payload.model, _MODEL_KEYS), where)
+
+    def _optimizer(self, payload: Payload, where: str) -> dict[str, Any]:
+        return checked_optimizer(self._required(payload.optimizer, _OPTIMIZER_KEYS), where)
 
     def _read(self, tree: Any) -> Any:
         return map_tensors(tree, self.files.read, TensorStub)

@@ -27,8 +27,6 @@ from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.payload import (
-    MODEL_KEYS,
-    OPTIMIZER_KEYS,
     Payload,
     PayloadFile,
     checked_model,
@@ -130,9 +128,7 @@ class NemoFiles(PayloadFile):
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         if not self._optimizers:
-            file = self._file(at)
-            state = self._required(self._payload_of(at).optimizer, OPTIMIZER_KEYS)
-            return checked_optimizer(state, self.files.where(file))
+            return self._optimizer(self._payload_of(at), self.files.where(self._file(at)))
         if at.dp_rank not in self._optimizers:
             raise PartNotFound(f"{self.files.where(self._folder)}: no optimizer of dp {at.dp_rank} for {self._name}")
         file = f"{self._ranks[_of(at)]}/{self._optimizers[at.dp_rank]}"
@@ -187,8 +183,7 @@ class NemoFiles(PayloadFile):
         virtual = _virtual(payload.content)
         if virtual:
             return [dict(_flat(payload.content[key], where)) for key in virtual]
-        tree = checked_model(self._required(payload.model, MODEL_KEYS), where)
-        return [{_model_name(name): leaf for name, leaf in tree.items() if name != _BUFFERS}]
+        return [{_model_name(name): leaf for name, leaf in self._model(payload, where).items() if name != _BUFFERS}]
 
     def _file(self, at: Coordinates) -> str:
         return f"{self._ranks[_of(at)]}/{self._name}"

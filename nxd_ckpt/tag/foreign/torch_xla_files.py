@@ -37,12 +37,8 @@ from nxd_ckpt.formats.tensors import (
 )
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.payload import (
-    MODEL_KEYS,
-    OPTIMIZER_KEYS,
     Payload,
     PayloadFile,
-    checked_model,
-    checked_optimizer,
     payload_of,
     reading,
     refuse_other_counts,
@@ -214,7 +210,7 @@ class FsdpFiles(PayloadFile):
     def _models(self) -> list[dict[str, Any]]:
         """Each rank's state dict, with the same names in it."""
         models = [
-            checked_model(self._required(payload.model, MODEL_KEYS), self.files.where(name))
+            self._model(payload, self.files.where(name))
             for name, payload in zip(self._names, self._payloads, strict=True)
         ]
         for name, model in zip(self._names, models, strict=True):
@@ -243,7 +239,7 @@ class FsdpFiles(PayloadFile):
         """Each rank's optimizer, with equal param groups and steps."""
         trees = []
         for file, payload in zip(self._names, self._payloads, strict=True):
-            tree = checked_optimizer(self._required(payload.optimizer, OPTIMIZER_KEYS), self.files.where(file))
+            tree = self._optimizer(payload, self.files.where(file))
             trees.append(tree)
             if by_digest(_common(tree)) != by_digest(_common(trees[0])):
                 raise MalformedFile(
