@@ -31,7 +31,7 @@ from nxd_ckpt.reshard.resharded_state import names_template, partitions_of_tag, 
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.choosing import find_by_path, open_anything
+from nxd_ckpt.tag.choosing import choose_anything, find_by_path
 from nxd_ckpt.tag.directory import find_tag, list_tags
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign.recognise import recognise
@@ -181,7 +181,8 @@ def _by_line(entries: Mapping[str, Any]) -> str:
 
 def _of_tag(storage: Storage, tag: str | None, read: Callable[[OpenTag], _Answer]) -> _Answer:
     def opened() -> _Answer:
-        tag_read = open_anything(storage, tag, None)
+        inside, chosen = choose_anything(storage, tag, None)
+        tag_read = chosen.open(inside, chosen.key)
         with tag_read.guarded():
             return read(tag_read)
 

@@ -33,10 +33,11 @@ from nxd_ckpt.core.manifest import FileEntry, ParameterSpec, Parts, RankIndex, T
 from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote, dump, load_vote
-from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout, RanksDisagree, UnsupportedState
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree, UnsupportedState
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.state import SaveState, StateTensor
 from nxd_ckpt.formats.tensors import TensorStub, iter_tensors
+from nxd_ckpt.formats.torch_zip import check_digest
 from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.loading.load_attempt import unwrapped
@@ -224,9 +225,7 @@ class Input:
                 f"{where}: it is a view of a larger one, or its file records no digest, so the file cannot be passed "
                 "through. Convert the optimizer alone (optim_only=True), or save the checkpoint again with nxd_ckpt"
             )
-        crc = crc32.combine_blocks(blocks, storage.nbytes)
-        if crc != storage.crc32:
-            raise DigestMismatch(f"{where}: expected CRC-32 {storage.crc32:08x}, found {crc:08x}: its bytes changed")
+        check_digest(crc32.combine_blocks(blocks, storage.nbytes), storage.crc32, where, storage.record)
 
     def _objects(self, topology: Topology) -> Iterator[tuple[str, FileEntry | None]]:
         """Yield the files of other parts with their entries in the input's index, if it has any.

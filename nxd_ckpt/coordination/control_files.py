@@ -10,7 +10,6 @@ import errno
 import logging
 import uuid
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 from nxd_ckpt.core import document
@@ -183,15 +182,12 @@ def set_aside(storage: Storage, key: str, why: object) -> None:
     logger.warning("%s/%s is damaged, and was %s (%s)", storage.url, key, outcome, why)
 
 
-def drop_entries_of_lost_tags(storage: Storage, folder: str, place: Callable[[str], str]) -> None:
-    """Remove the entries of ``folder``, where each tag has its ``place(tag)``, whose tags are gone.
-
-    Two listings, however many tags there are.
-    """
-    kept = {place(entry.name) for entry in storage.list() if entry.is_dir}
-    for entry in storage.list(folder):
-        if f"{folder}/{entry.name}" not in kept:
-            storage.remove(f"{folder}/{entry.name}")
+def drop_statistics_of_lost_tags(storage: Storage) -> None:
+    """Remove the statistics of tags that are gone. Two listings, however many tags there are."""
+    kept = {statistics_file(entry.name) for entry in storage.list() if entry.is_dir}
+    for entry in storage.list(STATISTICS):
+        if f"{STATISTICS}/{entry.name}" not in kept:
+            storage.remove(f"{STATISTICS}/{entry.name}")
 
 
 def make_places(storage: Storage) -> None:

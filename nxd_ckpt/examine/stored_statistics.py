@@ -9,7 +9,7 @@ from dataclasses import astuple
 from math import inf, isfinite, isinf, nan
 from typing import Any
 
-from nxd_ckpt.coordination.control_files import STATISTICS, drop_entries_of_lost_tags, statistics_file
+from nxd_ckpt.coordination.control_files import drop_statistics_of_lost_tags, statistics_file
 from nxd_ckpt.core import document
 from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import checked_text
@@ -71,7 +71,7 @@ def write_statistics(opened: OpenTag, statistics: StatisticsByName) -> None:
     storage = opened.storage
     try:
         storage.write(statistics_file(opened.tag), statistics_text(opened.save, statistics).encode())
-        drop_entries_of_lost_tags(storage, STATISTICS, statistics_file)
+        drop_statistics_of_lost_tags(storage)
     except (OSError, CheckpointError) as error:  # read-only, an archive, http, a name that is too long
         logger.debug("statistics of %s are not kept: %s", opened.where, error)
 

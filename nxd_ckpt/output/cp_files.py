@@ -19,6 +19,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.formats.torch_zip import check_digest
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.transfer import CopyPace, Progress, StoredFile, copy, digest, link, require_equal, sync
@@ -297,11 +298,7 @@ def verify(file: TagFile, actual: FileEntry, blocks: Mapping[int, Sequence[int]]
     _require_entry(file, actual, where)
     for record in file.inside:
         crc = crc32.combine_blocks(blocks[record.offset], record.nbytes)
-        if record.crc32 not in (None, crc):
-            raise DigestMismatch(
-                f"{where}, record {record.name!r}: expected CRC-32 {record.crc32:08x}, found {crc:08x}: its bytes "
-                "changed"
-            )
+        check_digest(crc, record.crc32, where, record.name)
 
 
 def _require_entry(file: TagFile, actual: FileEntry, where: str) -> None:

@@ -120,7 +120,7 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         copies += _of_all_experts("model", state.model, topology, skipped) if state.use_xser else ()
         writers["model"] = group[0]
     if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
-        files += plan_dcp("optimizer", state.optimizer, state.optimizer_names, topology)
+        files += plan_dcp(state.optimizer, state.optimizer_names, topology)
         shared = shared[:-1]
         writers["optimizer"] = topology.rank_of(Coordinates(topology.pp_rank))
         copies += _numbers("optimizer", state.optimizer, writers["optimizer"])
@@ -351,7 +351,7 @@ _SHAPES = "shape_info"
 _LEAVE_OUT = "leave use_zero1_dcp out: the plain files load on every rank"
 
 
-def plan_dcp(part: str, state: State, parameters: Sequence[str] | None, topology: Topology) -> list[PlannedFile]:
+def plan_dcp(state: State, parameters: Sequence[str] | None, topology: Topology) -> list[PlannedFile]:
     """Plan this rank's files of a ZeRO-1 optimizer in the form of NxD's ``use_zero1_dcp`` (tag.foreign.zero1_dcp).
 
     ``parameters`` are the names by index. A tensor that is cut over data-parallel ranks is a chunk on each: in a file
@@ -372,7 +372,7 @@ def plan_dcp(part: str, state: State, parameters: Sequence[str] | None, topology
             f"use_zero1_dcp=True keeps the optimizer by name and shape of its parameters, but {missing} not known; "
             f"pass the live model, or param_names=, with a ZeRO-1 optimizer's state; or {_LEAVE_OUT}"
         )
-    plan = _Plan(part, state, _Names(tuple(parameters), topology))
+    plan = _Plan(state, _Names(tuple(parameters), topology))
     values = [plan.values()] if topology.dp_rank == topology.tp_rank == 0 else []
     return [*values, *plan.tensors()]
 
@@ -421,8 +421,8 @@ class _Names:
 
 
 class _Plan:
-    def __init__(self, part: str, state: State, called: _Names) -> None:
-        self._part, self._state, self._called, self._topology = part, state, called, called.topology
+    def __init__(self, state: State, called: _Names) -> None:
+        self._state, self._called, self._topology = state, called, called.topology
         self._shapes = state.tree[_SHAPES]
         self._entries = called.entries(state.tree)
 
@@ -433,7 +433,7 @@ class _Plan:
         return PlannedFile(
             file,
             JoinedImage.of(entry.value for entry in entries),
-            part=self._part,
+            part="optimizer",
             contents=self._called.values,
             chunks=tuple((entry.position, DcpChunk(entry.at, file=_base(file))) for entry in entries),
         )
@@ -452,7 +452,7 @@ class _Plan:
         image = image_of(Assembly(dtype, chunk.size, ())).holding([entry.value])
         tensor = NamedTensor(about.name, 0, dtype, chunk.size, about.pieces(self._topology, shape))
         chunks = ((entry.position, chunk._replace(file=_base(file))),)
-        return PlannedFile(file, image, (tensor,), self._part, chunks=chunks)
+        return PlannedFile(file, image, (tensor,), "optimizer", chunks=chunks)
 
     def _chunk(self, entry: _Leaf) -> DcpChunk | None:
         """Return this rank's chunk of a tensor; None if it writes none."""

@@ -374,12 +374,6 @@ def around(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Stor
     return opens(directory), name
 
 
-def open_anything(storage: Storage, tag: Tag | None, place: Place | None, *, trust_pickle: bool = False) -> OpenTag:
-    """Open the tag that `choose` takes, or else what the path itself names. Raises the errors of both."""
-    inside, found = choose_anything(storage, tag, place)
-    return found.open(inside, found.key, trust_pickle=trust_pickle)
-
-
 def choose_anything(storage: Storage, tag: Tag | None, place: Place | None) -> tuple[Storage, ByPath]:
     """Return the tag that `choose` takes, or else what the path itself names. Raises the errors of both."""
     try:

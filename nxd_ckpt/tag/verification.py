@@ -28,6 +28,7 @@ from nxd_ckpt.formats.tensors import (
 )
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
+from nxd_ckpt.storage.transfer import require_equal
 from nxd_ckpt.tag.files import MissingTensor, UnfinishedTensor
 
 Entries = dict[tuple[str, int], TensorEntry]
@@ -262,11 +263,7 @@ def _dotted(path: Path) -> str:
 
 def check_bytes(data: bytes | memoryview, expected: FileEntry, where: str) -> None:
     """Raise unless ``data`` has the size and CRC-32 that were written."""
-    if len(data) != expected.nbytes:
-        raise MalformedFile(f"{where} has {len(data)} bytes, expected {expected.nbytes}: truncated or replaced")
-    actual = crc32.crc32(data)
-    if actual != expected.crc32:
-        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {actual:08x}: its bytes changed")
+    require_equal(expected, FileEntry(len(data), crc32.crc32(data)), where)
 
 
 def verify_file(storage: Storage, key: str, expected: FileEntry, memory: memoryview, done: Counter) -> None:
@@ -288,8 +285,7 @@ def verify_file(storage: Storage, key: str, expected: FileEntry, memory: memoryv
         raise PartNotFound(f"{where} is missing") from error
     except EOFError as error:
         raise MalformedFile(f"{where} is shorter than when it was opened: {error}") from error
-    if crc != expected.crc32:
-        raise DigestMismatch(f"{where}: expected CRC-32 {expected.crc32:08x}, found {crc:08x}")
+    require_equal(expected, FileEntry(size, crc), where)
 
 
 def crc32_of(storage: Storage, key: str, start: int, nbytes: int, memory: memoryview, done: Counter) -> int:

@@ -222,7 +222,7 @@ class _Conversation:
             self._channel.send(answer, blob)
             return
         try:
-            self._channel.send_file({}, fd, ranges)
+            self._channel.send_file(fd, ranges)
         finally:
             os.close(fd)
 

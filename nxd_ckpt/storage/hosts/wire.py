@@ -167,10 +167,10 @@ class Channel:
         for blob in blobs:
             self._put(blob)
 
-    def send_file(self, fields: Fields, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
+    def send_file(self, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Send existing (offset, length) ranges of a file as one blob."""
         self._begin()
-        self._put(self._head(fields, [sum(length for _, length in ranges)]))
+        self._put(self._head({}, [sum(length for _, length in ranges)]))
         with open(fd, "rb", buffering=0, closefd=False) as file:
             for offset, length in ranges:
                 self._socket.settimeout(self._left())

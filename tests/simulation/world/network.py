@@ -17,7 +17,7 @@ import pytest
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.remote import RemoteDirectory
 from nxd_ckpt.storage.hosts.server import CopyOut, _Conversation
-from nxd_ckpt.storage.hosts.wire import Channel, Fields
+from nxd_ckpt.storage.hosts.wire import Channel
 from tests.simulation.world.threads import AtOnce
 from tests.simulation.world.world import Process, Task, World
 
@@ -180,7 +180,7 @@ class _Channel(Channel):
     def __init__(self, connection: Any, timeout: float) -> None:
         super().__init__(connection, timeout)
 
-    def send_file(self, fields: Fields, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
+    def send_file(self, fd: int, ranges: Sequence[tuple[int, int]]) -> None:
         data = bytearray()
         for offset, length in ranges:
             part = memoryview(bytearray(length))
@@ -188,4 +188,4 @@ class _Channel(Channel):
             while done < length:
                 done += os.preadv(fd, [part[done:]], offset + done)
             data += part
-        self.send(fields, bytes(data))
+        self.send({}, bytes(data))
