@@ -27,12 +27,12 @@ from nxd_ckpt.core.manifest import (
     Manifest,
     ParameterSpec,
     Parts,
+    RankPhases,
     dump_manifest,
     load_index,
     load_parameters,
 )
 from nxd_ckpt.core.mesh import MeshGroup
-from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention_rules import Metrics, Rule
 from nxd_ckpt.core.tags import TagInfo, next_order_time, order_text, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology

@@ -21,7 +21,6 @@ from nxd_ckpt.core.document import as_written, instead_of_json
 from nxd_ckpt.core.limits import checked, checked_key, checked_name, checked_text, integers, shown
 from nxd_ckpt.core.mesh import MeshRecord
 from nxd_ckpt.core.partition import Partition, Piece
-from nxd_ckpt.core.phases import RankPhases, phases_fields, phases_of
 from nxd_ckpt.core.retention_rules import Metrics
 from nxd_ckpt.core.tags import LATEST, validate_tag
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -516,3 +515,50 @@ def _naming(where: str) -> Iterator[None]:
         raise MalformedFile(f"{where}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise MalformedFile(f"{where}: malformed ({type(error).__name__}: {error})") from error
+
+
+_LATE = 1.5
+"""A straggler writes for this many times the median rank's time."""
+_WORTH_TELLING = 1.0
+"""A straggler writes for this many seconds longer than the median rank."""
+
+
+@dataclass(frozen=True)
+class RankPhases:
+    """One rank's phases: seconds on its calling thread, seconds of writing, bytes written, and its host's name."""
+
+    stage_seconds: float
+    write_seconds: float
+    nbytes: int
+    host: str
+
+
+def straggler(phases: Sequence[RankPhases]) -> int | None:
+    """Return the rank that all others waited for; None if none was much slower than most."""
+    if len(phases) < 2:
+        return None
+    median = sorted(each.write_seconds for each in phases)[(len(phases) - 1) // 2]
+    rank = max(range(len(phases)), key=lambda rank: phases[rank].write_seconds)
+    slowest = phases[rank].write_seconds
+    return rank if slowest > _LATE * median and slowest - median > _WORTH_TELLING else None
+
+
+def phases_fields(phases: Sequence[RankPhases]) -> dict[str, list[Any]]:
+    """Return the manifest's members, with each host's name once."""
+    hosts = {name: number for number, name in enumerate(dict.fromkeys(each.host for each in phases))}
+    lines = [[each.stage_seconds, each.write_seconds, each.nbytes, hosts[each.host]] for each in phases]
+    return {"hosts": list(hosts), "phases": lines}
+
+
+def phases_of(fields: Mapping[str, Any], ranks: int) -> tuple[RankPhases, ...]:
+    """Parse the manifest's members. Raises ValueError, TypeError or LookupError if they are malformed."""
+    hosts = [checked_text(name) for name in checked(list, fields["hosts"])]
+    phases = []
+    for stage, write, nbytes, host in checked(list, fields["phases"]):
+        if not all(type(seconds) in (int, float) and 0 <= seconds < 2**63 for seconds in (stage, write)):
+            raise ValueError(f"expected seconds, found {[stage, write]!r:.80}")
+        size, place = integers([nbytes, host])
+        phases.append(RankPhases(float(stage), float(write), size, hosts[place]))
+    if len(phases) != ranks:
+        raise ValueError(f"phases of {len(phases)} ranks, expected {ranks}")
+    return tuple(phases)

@@ -14,9 +14,8 @@ from nxd_ckpt import effects
 from nxd_ckpt.commit.voting import saves_in_flight
 from nxd_ckpt.core import units
 from nxd_ckpt.core.findings import Finding, collect_problems
-from nxd_ckpt.core.manifest import Manifest
+from nxd_ckpt.core.manifest import Manifest, RankPhases, straggler
 from nxd_ckpt.core.mesh import Mesh
-from nxd_ckpt.core.phases import RankPhases, straggler
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import step_of
 from nxd_ckpt.core.topology import Topology

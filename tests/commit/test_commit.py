@@ -14,11 +14,19 @@ from nxd_ckpt.commit.retention import remove_tags
 from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination.control_files import STAGING, TRASH, VOTES, pin, rank_file, staging_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.manifest import FileEntry, Manifest, ParameterSpec, Parts, RankIndex, dump_index, load_manifest
+from nxd_ckpt.core.manifest import (
+    FileEntry,
+    Manifest,
+    ParameterSpec,
+    Parts,
+    RankIndex,
+    RankPhases,
+    dump_index,
+    load_manifest,
+)
 from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.names import MANIFEST
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.phases import RankPhases
 from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts
-from nxd_ckpt.core.phases import RankPhases
+from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankPhases
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.examine.report_document import timings
 from nxd_ckpt.examine.run_state import Restart, age_line, failure_line, last_restart, resume_line, unsound
