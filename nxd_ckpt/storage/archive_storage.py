@@ -17,7 +17,7 @@ import tarfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import DOCUMENT, MEMBER_LENGTH, MESSAGE, check_count
@@ -267,21 +267,8 @@ class _Headers(io.RawIOBase):
 SUFFIX = ".tar"
 
 
-class ArchiveFile(Protocol):
-    """The file from which the bytes of an archive are read."""
-
-    url: str
-    renames: bool
-    concurrency: int
-    read_nbytes: int
-
-    def size(self) -> int: ...
-
-    def open(self) -> Reader: ...
-
-
-class StorageFile:
-    """The file ``key`` of a storage, as an archive's file."""
+class ArchiveFile:
+    """The file from which the bytes of an archive are read: ``key`` of ``inner``."""
 
     def __init__(self, inner: Storage, key: str) -> None:
         self._inner, self._key = inner, key

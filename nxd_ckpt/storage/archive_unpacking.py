@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
+from nxd_ckpt.storage.archive_storage import ArchiveFile
 from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import default_work_dir, locked, opened, sync_file
@@ -203,7 +204,7 @@ _TAIL = 2**10
 """Bytes at the end of an archive by which it is recognised: they have checksums of all its content."""
 
 
-class UnpackedFile:
+class UnpackedFile(ArchiveFile):
     """The archive ``key`` of ``inner`` with its compression ``compressed``, as a plain one: made at its first use.
 
     Raises then:
@@ -211,15 +212,12 @@ class UnpackedFile:
         OSError: reading it failed, or the disk is full.
     """
 
-    renames = True
-
     def __init__(self, inner: Storage, key: str, compressed: str) -> None:
-        self._inner = inner
-        self._key = key
+        super().__init__(inner, key)
         self._compressed = compressed
-        self.url: str = f"{inner.url.rstrip('/')}/{key}"
-        self.concurrency: int = LocalStorage(".").concurrency
-        self.read_nbytes: int = LocalStorage.read_nbytes
+        self.renames = True
+        self.concurrency = LocalStorage(".").concurrency
+        self.read_nbytes = LocalStorage.read_nbytes
 
     def size(self) -> int:
         return self._local.size(_FILE)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from nxd_ckpt.core.arguments import Kind, plain_mapping
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.zip_directory import LOCAL_MARK
-from nxd_ckpt.storage.archive_storage import SUFFIX, ArchiveStorage, StorageFile
+from nxd_ckpt.storage.archive_storage import SUFFIX, ArchiveFile, ArchiveStorage
 from nxd_ckpt.storage.archive_unpacking import SUFFIXES, UnpackedFile, compression_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -58,7 +58,7 @@ def _is_zip(inner: Storage, name: str) -> bool:
 
 def _open_archive(inner: Storage, name: str) -> Storage:
     compressed = compression_of(name)
-    return ArchiveStorage(StorageFile(inner, name) if compressed is None else UnpackedFile(inner, name, compressed))
+    return ArchiveStorage(ArchiveFile(inner, name) if compressed is None else UnpackedFile(inner, name, compressed))
 
 
 def _open_directory(text: str, durable: bool, storage_options: Mapping[str, Any] | None) -> Storage:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_not
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
+from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 
 _CLASS = "class"
-
-
-class Saved(Protocol):
-    """The part of a StorageReader that subclasses need."""
-
-    def value(self, name: str) -> Any: ...
-
-    def tensor(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None: ...
 
 
 def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,12 +144,12 @@ _SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "Size": torch.Size}
 class Targets:
     """A state dict with subclasses, as what torch loads into: ``state`` has the tensors that they are made of."""
 
-    saved: Saved
+    saved: StorageReader
     state: dict[str, Any] = field(default_factory=dict)
     _made: list[tuple[Any, Any, Any]] = field(default_factory=list)  # container, key, tensor to put there
 
     @staticmethod
-    def of(state: dict[str, Any], saved: Saved) -> Targets:
+    def of(state: dict[str, Any], saved: StorageReader) -> Targets:
         """Raises UnsupportedState for what is saved as another class, or cut otherwise, than it is here."""
         targets = Targets(saved)
         targets.state = targets._opened(state, ())
