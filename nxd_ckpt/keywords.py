@@ -76,6 +76,20 @@ class CopyKeywords(TypedDict, total=False):
     progress: bool
 
 
+class AnySaveKeywords(TypedDict, total=False):
+    param_names: Sequence[Sequence[str]] | None
+    partitions: Mapping[str, Partition] | None
+    trust_pickle: bool
+    overwrite: bool | None
+    weights_only: bool
+    ignore_keys: IgnoreKeys | None
+    retain: Retain
+    metrics: GivenMetrics
+    files: Mapping[str, str] | None
+    max_bytes_per_second: Size | None
+    dedup: bool
+
+
 class UnshardKeywords(TypedDict, total=False):
     use_safetensors: bool
     unshard_strategy: StrategyName | Strategy
@@ -107,38 +121,16 @@ class CheckpointerKeywords(DirectoryKeywords, total=False):
     final_save: Callable[[int], object] | None
 
 
-class SaveKeywords(TypedDict, total=False):
+class SaveKeywords(AnySaveKeywords, total=False):
     num_workers: int | None
     use_xser: bool
     num_kept_ckpts: NumKept
     zero1_optimizer: bool
     use_zero1_dcp: bool
     avoid_saving_lower_precision_weights: bool
-    param_names: Sequence[Sequence[str]] | None
-    partitions: Mapping[str, Partition] | None
-    trust_pickle: bool
-    overwrite: bool | None
-    weights_only: bool
-    ignore_keys: IgnoreKeys | None
-    retain: Retain
-    metrics: GivenMetrics
-    files: Mapping[str, str] | None
-    max_bytes_per_second: Size | None
-    dedup: bool
 
 
-class SaveCheckpointKeywords(DirectoryKeywords, total=False):
-    param_names: Sequence[Sequence[str]] | None
-    partitions: Mapping[str, Partition] | None
-    trust_pickle: bool
-    overwrite: bool | None
-    weights_only: bool
-    ignore_keys: IgnoreKeys | None
-    retain: Retain
-    metrics: GivenMetrics
-    files: Mapping[str, str] | None
-    max_bytes_per_second: Size | None
-    dedup: bool
+class SaveCheckpointKeywords(AnySaveKeywords, DirectoryKeywords, total=False):
     run_id: str | None
     durable: bool
     memory_cap: Size | None
@@ -147,57 +139,39 @@ class SaveCheckpointKeywords(DirectoryKeywords, total=False):
     max_failed_saves: Count
 
 
-class LoadKeywords(TypedDict, total=False):
+class AnyLoadKeywords(TypedDict, total=False):
+    param_names: Sequence[Sequence[str]] | None
+    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
+    partitions: Mapping[str, Partition] | None
+    rank_content: dict[Any, Any] | None
+    verify: Verify | None
+    share_reads: bool | None
+    trust_pickle: bool
+    progress: bool
+    mapping: MappingSpec
+    kv_size_multiplier: Count
+    hardware: Hardware
+    key_mapping: Mapping[str, str] | None
+    prefix: str
+    ignore_keys: IgnoreKeys | None
+    weights_only: bool
+    load_weights_only: bool
+    strict_model_weights: bool | None
+    tag_values: TagValues | None
+    prove: bool | None
+    fallback: bool
+    pre_download: bool
+    work_dir: StrPath | None
+
+
+class LoadKeywords(AnyLoadKeywords, total=False):
     strict: bool
     num_workers: int | None
     use_zero1_dcp: bool
-    param_names: Sequence[Sequence[str]] | None
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
-    partitions: Mapping[str, Partition] | None
-    rank_content: dict[Any, Any] | None
-    verify: Verify | None
-    share_reads: bool | None
-    trust_pickle: bool
-    progress: bool
-    mapping: MappingSpec
-    kv_size_multiplier: Count
-    hardware: Hardware
-    key_mapping: Mapping[str, str] | None
-    prefix: str
-    ignore_keys: IgnoreKeys | None
-    weights_only: bool
-    load_weights_only: bool
-    strict_model_weights: bool | None
-    tag_values: TagValues | None
-    prove: bool | None
-    fallback: bool
-    pre_download: bool
-    work_dir: StrPath | None
 
 
-class LoadCheckpointKeywords(DirectoryKeywords, total=False):
-    param_names: Sequence[Sequence[str]] | None
-    saved_param_names: Sequence[Sequence[Sequence[str]]] | None
-    partitions: Mapping[str, Partition] | None
-    rank_content: dict[Any, Any] | None
-    verify: Verify | None
-    share_reads: bool | None
-    trust_pickle: bool
-    progress: bool
-    mapping: MappingSpec
-    kv_size_multiplier: Count
-    hardware: Hardware
-    key_mapping: Mapping[str, str] | None
-    prefix: str
-    ignore_keys: IgnoreKeys | None
-    weights_only: bool
-    load_weights_only: bool
-    strict_model_weights: bool | None
-    tag_values: TagValues | None
-    prove: bool | None
-    fallback: bool
-    pre_download: bool
-    work_dir: StrPath | None
+class LoadCheckpointKeywords(AnyLoadKeywords, DirectoryKeywords, total=False):
+    pass
 
 
 class InstallKeywords(LoadCheckpointKeywords, total=False):

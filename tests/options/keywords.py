@@ -39,6 +39,9 @@ def rendered(text: str) -> str:
         own, shown = own_parameters(function), inspect.signature(function).parameters.values()
         entries = [f"    {one.name}: {one.annotation}\n" for one in shown if one.name not in own]
         assert kinds.setdefault(name, entries) == entries, f"{function.__qualname__} takes other keywords than {name}"
+    for name in ("Load", "Save"):  # a Checkpointer's call, and the function of that name, which writes some out
+        both = kinds[f"{name}Keywords"], kinds[f"{name}CheckpointKeywords"]
+        kinds[f"Any{name}Keywords"] = [entry for entry in both[0] if entry in both[1]]
     classes: dict[str, str] = {}
     for name in sorted(kinds, key=lambda name: (len(kinds[name]), name)):
         classes[name] = _class(name, kinds[name], {other: kinds[other] for other in classes})
@@ -52,7 +55,8 @@ def _class(name: str, entries: Sequence[str], others: dict[str, list[str]]) -> s
         if {*its} <= {*left}:
             bases.append(other)
             left = [entry for entry in left if entry not in its]
-    return f"class {name}({', '.join(bases) or 'TypedDict'}, total=False):\n{''.join(left)}"
+    no_more = "    pass\n"
+    return f"class {name}({', '.join(bases) or 'TypedDict'}, total=False):\n{''.join(left) or no_more}"
 
 
 if __name__ == "__main__":
