@@ -154,7 +154,10 @@ def lies_in(inner: StrPath, outer: StrPath) -> bool:
 def join(place: StrPath, *names: str) -> str:
     """Return ``place`` with names below it: a URL stays one, a path follows the rules of ``os.path.join``."""
     text, below = os.fspath(place), [name for name in names if name]
-    return "/".join([text.rstrip("/"), *below]) if is_url(text) else os.path.join(text, *below)
+    if not is_url(text):
+        return os.path.join(text, *below)
+    root = text[:-1] if text.endswith("://") else text.rstrip("/")  # "s3://" alone names no bucket yet
+    return "/".join([root, *below])
 
 
 def directory_and_name(place: StrPath) -> tuple[str, str]:

@@ -29,6 +29,7 @@ def test_the_directory_that_a_name_lies_in(place: str, expected: tuple[str, str]
 def test_names_are_joined_below_a_place() -> None:
     """Puts names below a place."""
     assert "s3://bucket/run/tag" == join("s3://bucket/", "run", "tag")
+    assert "s3://bucket/run" == join("s3://", "bucket", "run")
     assert "data/run/tag" == join("data/run", "tag")
 
 
