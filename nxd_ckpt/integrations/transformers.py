@@ -22,7 +22,7 @@ from typing import Any
 import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
-from nxd_ckpt.api import load_checkpoint
+from nxd_ckpt.api import close_checkpointers, load_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
@@ -114,6 +114,8 @@ class Trainer(SavesTags, transformers.Trainer):  # type: ignore[misc]
             CheckpointError: a save failed in the background; or the checkpoint to resume from is incomplete, damaged,
                 or of another world size, precision or optimizer; the model is then unchanged.
         """
+        if resume_from_checkpoint:
+            close_checkpointers()  # a run that failed in this process may still be saving
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(self.args.output_dir) or True
         elif resume_from_checkpoint:

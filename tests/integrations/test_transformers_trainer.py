@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import TrainerCallback
 
 from examples.train_transformers import main
 from nxd_ckpt import list_checkpoints, load_checkpoint, open_checkpoint
@@ -56,6 +58,31 @@ def test_a_resumed_run_is_the_same_run(saved: Path, tmp_path: Path, whole: Any) 
     assert losses(whole) == losses(resumed)
     assert weights(whole) == weights(resumed)
     assert ["checkpoint-4"] == names(tmp_path)
+
+
+class Failing(TrainerCallback):  # type: ignore[misc]
+    """Ends the training before its third step."""
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        if args[1].global_step == 2:
+            raise ZeroDivisionError
+
+
+def test_a_run_that_failed_goes_on_in_the_same_process(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the save that was under way, also if the disk is slow."""
+    rename = LocalStorage.rename
+
+    def slowly(*args: Any) -> None:
+        time.sleep(1)
+        rename(*args)
+
+    monkeypatch.setattr(LocalStorage, "rename", slowly)
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, kind=Background, callbacks=[Failing()])
+    resumed = trained(tmp_path, kind=Background, resume=True, seed=2)
+    assert (losses(whole), weights(whole)) == (losses(resumed), weights(resumed))
 
 
 def test_a_checkpoint_is_hugging_faces_and_a_tag(whole: Any) -> None:
