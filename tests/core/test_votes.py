@@ -8,7 +8,20 @@ import pytest
 
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.votes import Verdict, Vote, dump, judge, load_verdict, load_vote, tp_groups_that_differ
+from nxd_ckpt.core.votes import (
+    VALUES,
+    WHOLE,
+    Claim,
+    Verdict,
+    Vote,
+    disputed,
+    dump,
+    judge,
+    load_verdict,
+    load_vote,
+    tp_groups_that_differ,
+    with_other_user_content,
+)
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed
 
 TOPOLOGY = Topology(dp=4, tp=2, ep=2)
@@ -32,6 +45,48 @@ def test_a_failed_rank_fails_the_save() -> None:
     ballots[5] = Vote(5, error=("DigestMismatch", "model/x.pt: expected 1, found 2"))
     with pytest.raises(SaveFailed, match=r"^rank 5 failed: DigestMismatch: model/x\.pt: expected 1, found 2$"):
         judge(ballots, TOPOLOGY)
+
+
+def test_a_rank_that_saw_the_ranks_disagree_says_so() -> None:
+    """The error is of the kind that it met."""
+    ballots = votes()
+    ballots[5] = Vote(5, error=("RanksDisagree", "other names"))
+    with pytest.raises(RanksDisagree, match=r"^rank 5 failed: RanksDisagree: other names$"):
+        judge(ballots, TOPOLOGY)
+
+
+def test_a_tag_that_lacks_what_a_rank_has_is_not_made() -> None:
+    """A rank that differs from its writer, and of whose values there is no copy."""
+    ballots = votes()
+    ballots[5] = replace(ballots[5], lost=("model/w",))
+    with pytest.raises(SaveFailed, match=r"^rank 5 and the rank that writes for it differ in model/w since"):
+        judge(ballots, TOPOLOGY)
+
+
+SCHEDULER, CONTENT = Claim(0, f"scheduler{VALUES}", WHOLE).key, Claim(0, f"user_content{VALUES}", WHOLE).key
+TENSORS = Claim(1, "model", WHOLE).key
+
+
+def test_values_that_their_writer_lacks_are_refused() -> None:
+    """Of what is beside tensors. Values that differ are no matter here."""
+    ballots = votes()
+    ballots[0] = replace(ballots[0], claims={SCHEDULER: 1})
+    ballots[5] = replace(ballots[5], claims={SCHEDULER: 2, TENSORS: 3})
+    judge(ballots, TOPOLOGY)
+    ballots[0] = replace(ballots[0], claims={})
+    with pytest.raises(RanksDisagree, match="rank 5 saves a scheduler, or objects in state=, and rank 0, which writes"):
+        judge(ballots, TOPOLOGY)
+
+
+def test_copies_of_other_content_than_their_writers_are_disputed() -> None:
+    """By their keys, in order; user content, of which rank 0's is saved for all, is told by ranks."""
+    ballots = [replace(vote, claims={SCHEDULER: 1, CONTENT: 2, TENSORS: 3}) for vote in votes()]
+    assert ([], []) == (disputed(ballots), with_other_user_content(ballots))
+    ballots[5] = replace(ballots[5], claims={TENSORS: 4, SCHEDULER: 5, CONTENT: 6})
+    assert [SCHEDULER, TENSORS] == disputed(ballots)
+    assert [5] == with_other_user_content(ballots)
+    ballots[0] = replace(ballots[0], claims={SCHEDULER: 5, TENSORS: 3})
+    assert [] == with_other_user_content(ballots)
 
 
 def test_another_tag_on_one_rank_is_shown() -> None:
@@ -108,9 +163,15 @@ def test_an_empty_verdict_is_a_visible_tag() -> None:
 DAMAGED = [b"", b"{", b"[]", b"3", b'{"error":["x"]}', b'{"error":{"a":1}}', b'{"error":5}', b"[" * 100_000]
 
 
-@pytest.mark.parametrize("field", [{"rank": "1"}, {"rank": -1}, {"nbytes": 1.5}, {"nbytes": True}])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"rank": "1"}, {"rank": -1}, {"nbytes": 1.5}, {"nbytes": True}),
+        *({"claims": {SCHEDULER: "1"}}, {"claims": {"scheduler": 1}}),
+    ],
+)
 def test_the_numbers_of_a_vote_are_numbers(field: dict[str, Any]) -> None:
-    """Counts, and nothing that looks like one."""
+    """Counts and digests, and nothing that looks like one; keys of claims say whose they are."""
     fields = {**json.loads(dump(Vote(3, plan=PLAN))), **field}
     with pytest.raises(MalformedFile, match=r"^vote: not a vote of this version"):
         load_vote(json.dumps(fields).encode(), "vote")

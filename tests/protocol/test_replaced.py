@@ -225,7 +225,7 @@ def test_every_reader_of_a_named_tag(directory: Directory, how: str, tmp_path: P
         if how in ("cp", "reshard"):
             assert () == verify_checkpoint(target, "t").problems
 
-    assert sweep(directory, directory.replace, read, step=5) > 1
+    assert sweep(directory, directory.replace, read, step=3) > 1
 
 
 def test_all_ranks_go_on_with_the_same_tag(directory: Directory) -> None:
