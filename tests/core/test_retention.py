@@ -136,6 +136,28 @@ def test_tags_of_one_time_that_names_do_not_order_stay() -> None:
     assert ("step_8", "step_9") == decide(stepped, [Last(1)], {}).surplus
 
 
+def test_one_tag_is_counted_with_the_newest() -> None:
+    """However old it is; the newest stays beside it."""
+    tags = listing("a", "b", "c", "d")
+    assert ["a", "d"] == kept(tags, Last(2, including="a")) == kept(tags, Last(1, including="a"))
+    assert ["c", "d"] == kept(tags, Last(2, including="c")) == kept(tags, Last(2, including="gone"))
+    assert ("last 2 with a",) == decide(tags, [Last(2, including="a")], {}).kept["a"]
+
+
+def test_once_so_many_have_the_metric_younger_ones_without_it_go() -> None:
+    """Older ones stay, and their reason says why."""
+    tags, metrics = listing(*"12345"), {"2": {"x": 2.0}, "4": {"x": 1.0}}
+    found = decide(tags, [Best("x", 2)], metrics).kept
+    assert ["1", "2", "4", "5"] == list(found)
+    assert ("it has no x",) == found["1"]
+
+
+def test_tags_that_rules_count_are_told_from_others() -> None:
+    """And the newest in any case."""
+    found = decide(listing(*"12345"), [Every(2), Best("x")], {"1": {"x": 1.0}, "3": {"x": 2.0}})
+    assert {"1", "5"} == found.counted
+
+
 def test_of_equal_ones_the_newer_is_better() -> None:
     """Whichever end is best."""
     metrics = {tag: {"loss": 1.0} for tag in "abc"}
@@ -192,13 +214,13 @@ def test_a_rule_that_could_keep_nothing_is_refused(made: Callable[[], Rule]) -> 
 )
 def test_none_and_minus_one_keep_all(number: int | None, expected: Any) -> None:
     """None and -1 keep all, as NxD has it; k is ``Last(k)``."""
-    assert expected == rules_of(number)
+    assert expected == rules_of(RetentionOptions(num_kept_ckpts=number).num_kept_ckpts)
 
 
 def test_both_ways_to_say_it_count_together() -> None:
     """``num_kept_ckpts`` is one rule more."""
     assert (Every(5), Last(2)) == rules_of(2, [Every(5)])
-    assert (Every(5),) == rules_of(-1, (Every(5),))
+    assert (Every(5),) == rules_of(-1, RetentionOptions(retain=(Every(5),)).retain)
 
 
 @pytest.mark.parametrize("number", [0, -2, True, 2.5, "three"])
@@ -206,6 +228,12 @@ def test_numbers_that_do_not(number: Any) -> None:
     """0 would delete what was just saved, as upstream does; the rest is a mistake."""
     with pytest.raises(InvalidArgument, match="num_kept_ckpts must be None or -1"):
         RetentionOptions(num_kept_ckpts=number)
+
+
+def test_a_rule_of_no_tags_is_not_made_of_zero() -> None:
+    """Wherever it comes from."""
+    with pytest.raises(InvalidArgument, match=r"Last\(\)"):
+        rules_of(0)
 
 
 @pytest.mark.parametrize("retain", [[], (), Last(3), [3], ["last"], {Last(3): 1}, "Last(3)"])
