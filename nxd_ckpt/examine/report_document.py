@@ -144,13 +144,17 @@ def _details(
     with collect_problems(errors):
         if examined is not None:
             document["findings"] = [asdict(finding) for finding in examined(newest, before)]
-    errors += [finding["message"] for finding in document["findings"] if finding["kind"] == "files"]
-    document["findings"] = [finding for finding in document["findings"] if finding["kind"] != "files"]
+    errors += [finding["message"] for finding in document["findings"] if finding["kind"] in _DAMAGE]
+    document["findings"] = [finding for finding in document["findings"] if finding["kind"] not in _DAMAGE]
     for error in dict.fromkeys(errors):
         is_before = before is not None and f"{before.where}/" in error
         problems = damage[before.tag if before is not None and is_before else newest.tag]
         problems += [] if error in problems else [error]
     return document
+
+
+_DAMAGE = ("files", "before")
+"""Kinds of findings of the doctor that are damage, of the tag or of the one before it."""
 
 
 def _head(

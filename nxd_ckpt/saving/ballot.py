@@ -349,7 +349,7 @@ class Ballot:
                 index = self._write_own()
         except BaseException as error:
             attempt.fail(error)
-            with suppress(OSError):  # the others wait for its digests
+            with suppress(OSError, CheckpointError):  # the others wait for its digests
                 self._votes.publish_digests(self._rank, {})
         vote = self._vote(index, attempt.error)
         if self._rank > 0:
