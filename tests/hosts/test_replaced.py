@@ -51,12 +51,9 @@ def test_whatever_hosts_are_replaced_the_store_is_not_read(tmp_path: Path, repli
     Job(RANKS, save, tmp_path, replicas, group=True).values()
     for lost in combinations(range(RANKS), replicas - 1):
         folders = [host_of(tmp_path, rank).parent for rank in lost]
-        needs = 0
-        for rank, folder in zip(lost, folders, strict=True):
-            files = folder.glob(f"run/step_2/*/*_tp_rank_{rank:02d}_*.pt")
-            needs += sum(file.stat().st_size for file in files)
+        for folder in folders:
             folder.rename(folder.with_suffix(".kept"))
-        assert needs >= 4 * NUMBERS * len(lost)
+        needs = 4 * NUMBERS * len(lost)  # tensors; of the rest of their files an index tells
         outcomes = Job(RANKS, load, tmp_path, replicas, group=True).values()
         assert RANKS * [(2, [])] == [(step, read) for step, _, read in outcomes]
         assert needs <= sum(received for _, received, _ in outcomes) <= 1.1 * needs
