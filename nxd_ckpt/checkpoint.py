@@ -66,7 +66,8 @@ class Checkpoint:
     """
 
     def __init__(self, opened: OpenTag, arguments: _OpenArguments) -> None:
-        self._opened, self._arguments = opened, arguments
+        self._opened = opened
+        self._arguments = arguments
 
     def __repr__(self) -> str:
         if self.manifest is None:  # its sizes are in its files, and no repr should read these
@@ -301,7 +302,9 @@ def load_keys(
 
 def _values_of(checkpoint: Checkpoint, names: Collection[str]) -> Mapping[str, Any]:
     """Return the plain values by name. Raises KeyMismatch unless each of ``names`` is one of them, or a tensor."""
-    tensors, values, problems = checkpoint.metadata, checkpoint.values, dict[str, str]()
+    tensors = checkpoint.metadata
+    values = checkpoint.values
+    problems = dict[str, str]()
     if all(name in tensors or name in values for name in names):
         return values
     with checkpoint.opened.guarded():

@@ -104,7 +104,8 @@ class Checkpointer(ClosesUnheld):
         self._pid = os.getpid()
         self._in_flight = UnfinishedSaves()
         self._versions: dict[str, str] = {}
-        self._schedule, self._preemption = Schedule(job.schedule, chosen.timeout), Preemption(job.preemption)
+        self._schedule = Schedule(job.schedule, chosen.timeout)
+        self._preemption = Preemption(job.preemption)
         self._meant_for_saves = job.meant_for_saves
 
     def __repr__(self) -> str:
@@ -552,7 +553,9 @@ class Checkpointer(ClosesUnheld):
             # With a group it failed on all ranks. Without one the others may make this attempt: our next is another.
             self._counter += agreement is None
             raise
-        self._session, session.counter, session.resumed_from = session, self._counter, self.resumed_from
+        self._session = session
+        session.counter = self._counter
+        session.resumed_from = self.resumed_from
         close_at_exit(self, while_held=True)
         self._places.resume()
         return session
@@ -590,7 +593,8 @@ class Checkpointer(ClosesUnheld):
                 clean_up(self._session, self._session.counter + 1)
             self._counter = self._session.counter  # a given run_id may be used again, its attempts may not
             self._session.close(clean=grace is None)
-            self._session, self._has_saved = None, False
+            self._session = None
+            self._has_saved = False
             if not self.has_unreported:
                 forget(self)
         self._places.leave(meet)

@@ -117,7 +117,8 @@ def processes() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot, namespace = "", ""
+        boot = ""
+        namespace = ""
     return f"{platform.node()}/{boot}/{namespace}"
 
 
@@ -140,7 +141,8 @@ def side_by_side(*calls: Callable[[], ResultT]) -> list[ResultT]:
     For calls that wait for a disk: what it syncs together takes it no longer than one sync. Where no thread can be
     started (an exiting interpreter starts none), they run one after the other.
     """
-    results, errors = dict[int, ResultT](), dict[int, BaseException]()
+    results = dict[int, ResultT]()
+    errors = dict[int, BaseException]()
 
     def run(number: int) -> None:
         try:

@@ -92,7 +92,8 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
     with leased() as session:
         tags = {info.tag: info for info in settled_tags(storage)}
         judged = judge(tags.values())
-        surplus, kept = judged.retention.surplus, judged.retention.kept
+        surplus = judged.retention.surplus
+        kept = judged.retention.kept
         removed = []
         for tag in surplus:
             session.require()
@@ -193,7 +194,8 @@ class _Judge:
 
         Raises InvalidArgument for a rule by a metric that no tag has, and if no pinned tag is whole.
         """
-        storage, rules = surveyed(self._storage), self._rules
+        storage = surveyed(self._storage)
+        rules = self._rules
         looks = self._damage_of, self._damage_of_newest
         if rules is None:
             judged = retention.judge_pinned(storage, tags, *looks)

@@ -58,7 +58,8 @@ def add_options(
 
     ``flags`` overrides the usual spelling.
     """
-    hints, spelled = get_type_hints(kind, include_extras=True), {**_FLAGS, **(flags or {})}
+    hints = get_type_hints(kind, include_extras=True)
+    spelled = {**_FLAGS, **(flags or {})}
     for entry in fields_of(kind):
         name = entry.name
         if name in (*_WITHOUT_FLAG, *without) or (only is not None and name not in only):
@@ -145,7 +146,8 @@ _NESTED = {
 
 
 def _add_nested(parser: argparse._ActionsContainer, keyword: str) -> None:
-    flag, about = f"--{keyword.removesuffix('s').replace('_', '-')}", _NESTED[keyword]
+    flag = f"--{keyword.removesuffix('s').replace('_', '-')}"
+    about = _NESTED[keyword]
     parser.add_argument(flag, dest=keyword, metavar="KEY=VALUE", type=_option, action=_Nest, help=about)
 
 

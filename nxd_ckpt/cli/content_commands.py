@@ -333,7 +333,8 @@ def _value_difference(difference: ValueDifference) -> dict[str, Any]:
 def _diff_lines(document: dict[str, Any], limit: int | None) -> Iterator[str]:
     for side in ("a", "b"):
         yield f"{side.upper()}: {document[side]['tag']} ({units.topology(document[side]['topology'])})"
-    tensors, values = document["tensors"], document["values"]
+    tensors = document["tensors"]
+    values = document["values"]
     digests = f" ({document['same_digests']} by their digests)" if document["same_digests"] else ""
     same = units.count(document["same_tensors"], "tensor")
     yield f"  {same} the same{digests}; {size(document['nbytes'])} of each were read"

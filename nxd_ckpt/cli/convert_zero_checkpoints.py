@@ -77,7 +77,8 @@ def _run_in_place_of_nxds(output: Path, words: Sequence[str]) -> int:
 
 def _without(words: Sequence[str], some: Sequence[str]) -> list[str]:
     """Return ``words`` without those of ``some``, which come in the same order."""
-    left, rest = list(some), []
+    left = list(some)
+    rest = []
     for word in words:
         if left and word == left[0]:
             del left[0]

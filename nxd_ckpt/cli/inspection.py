@@ -201,7 +201,8 @@ def _info(opened: OpenTag) -> TagInfo:
 
 
 def _document(opened: OpenTag, info: TagInfo, view: View) -> dict[str, Any]:
-    at, cuts = opened.topology.coordinates_of(view.rank), partitions_of_tag(opened, view.partitions)
+    at = opened.topology.coordinates_of(view.rank)
+    cuts = partitions_of_tag(opened, view.partitions)
     problems: list[str] = []
     document: dict[str, Any] = {
         "directory": opened.storage.url,
@@ -355,7 +356,8 @@ def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> d
     shapes = dict.fromkeys(member.shape for member in members)
     sizes = [member.nbytes for member in members]
     known_sizes = [nbytes for nbytes in sizes if nbytes is not None]
-    first, local_shapes = members[0].shape, {member.local_shape for member in members if member.shape is None}
+    first = members[0].shape
+    local_shapes = {member.local_shape for member in members if member.shape is None}
     [local_shape] = local_shapes if len(local_shapes) == 1 and first is None else [None]
     return {
         "prefix": prefix,
@@ -380,7 +382,8 @@ def _parameters(opened: OpenTag, rank: int, partitions: Mapping[str, Partition])
     """
     if not opened.parts.model:
         return []
-    manifest, topology = opened.manifest, opened.topology
+    manifest = opened.manifest
+    topology = opened.topology
     knows = manifest is not None and _knows_trained(manifest)
     layouts = {} if opened.mesh is None else opened.mesh.layouts("model/")
     parameters = []

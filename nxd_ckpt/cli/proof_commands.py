@@ -138,7 +138,8 @@ def _doctor(args: argparse.Namespace) -> int:
 
     def examine() -> Examination:
         directory, tag, options = located(args.tag, args)
-        after, progress = open_checkpoint(directory, tag, **opening(args, options)), not args.quiet
+        after = open_checkpoint(directory, tag, **opening(args, options))
+        progress = not args.quiet
         try:
             return examine_checkpoint(after, before=_open_before(args, after), progress=progress)
         except CorruptCheckpoint as error:  # of the tag before, which cannot be opened

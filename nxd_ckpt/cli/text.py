@@ -82,7 +82,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, wide: bool = Fa
 
 def _folded(widths: Sequence[int]) -> list[list[int]]:
     """Return the column numbers of each line that a row takes."""
-    limit, column_lines, at = width(), [list[int]()], len(_INDENT)
+    limit = width()
+    column_lines = [list[int]()]
+    at = len(_INDENT)
     for column, size in enumerate(widths):
         if limit is not None and column_lines[-1] and at + size > limit:
             column_lines.append([])
@@ -110,7 +112,8 @@ def fitting_table(head: Sequence[str], rows: Iterable[Sequence[str]], width: int
 def pairs(facts: Iterable[tuple[str, str]]) -> list[str]:
     """Return lines of names and facts, the facts aligned."""
     lines = list(facts)
-    longest, limit = max(len(name) for name, _ in lines), width()
+    longest = max(len(name) for name, _ in lines)
+    limit = width()
     below = " " * (longest + 4)
     shown = [f"  {name.ljust(longest)}  {fact}" for name, fact in lines]
     if limit is None:
@@ -186,10 +189,12 @@ def _pattern_of(pattern: str, names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     columns = zip(*([int(number) for number in _NUMBER.findall(name)] for name in names), strict=True)
-    ranges, product = [], 1
+    ranges = []
+    product = 1
     for numbers in map(sorted, map(set, columns)):
         product *= len(numbers)
-        first, last = numbers[0], numbers[-1]
+        first = numbers[0]
+        last = numbers[-1]
         is_range = last - first + 1 == len(numbers)
         ranges.append(str(first) if first == last else f"{{{first}..{last}}}" if is_range else "*")
     if product != len(names):  # not every combination is there

@@ -91,13 +91,15 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         DirectoryInUse: another job took the directory over.
         SaveFailed, RanksDisagree, OutcomeUnknown: see core.votes.judge and Publication.publish.
     """
-    storage, publication = session.storage, request.publication
+    storage = session.storage
+    publication = request.publication
     _, now = answers_of(storage, session.require, partial(surveyed, storage))
     leader_of = None
     if request.groups is not None:
         leader_of = {rank: group.ranks[0] for group in request.groups for rank in group.ranks}
     judge(votes, topology, leader_of)
-    folder, leaders = publication.folder, request.leaders(topology)
+    folder = publication.folder
+    leaders = request.leaders(topology)
     index_of = partial(_read_index, storage, folder, topology)
     parameters: dict[str, ParameterSpec] = {}
     # Rank 0 need not read its own index, which it has just written.
@@ -141,7 +143,8 @@ def _order_time(session: Session, elsewhere: float) -> float:
     Other programs' next tags are dated by the clock. So order times do not run ahead of it, and the commit waits for a
     clock that is a little behind. It also waits until the second is over that dates another program's tag.
     """
-    tags, now = session.listed.values(), effects.time()
+    tags = session.listed.values()
+    now = effects.time()
     newest = max([elsewhere, *(info.order_time for info in tags)])
     end = max([elsewhere, *(info.latest_time for info in tags)])
     ahead = newest - now
@@ -187,13 +190,15 @@ def clear_failed(session: Session) -> None:
     progress for ``timeout`` seconds, stay: then this attempt fails too, or has enough room. A disk that takes nothing
     for another reason is not waited for: raises its OSError.
     """
-    storage, timeout = session.storage, session.timeout
+    storage = session.storage
+    timeout = session.timeout
     own_votes = AttemptVotes(storage, session.attempt(session.counter))
     for entry in storage.list(STAGING) if storage.may_be_unmounted else ():
         number = session.counter_of(entry.name)
         if number is not None and number < session.counter:
             _show_work(own_votes)
-            votes, ranks = AttemptVotes(storage, entry.name), session.topology.world_size
+            votes = AttemptVotes(storage, entry.name)
+            ranks = session.topology.world_size
             if votes.await_votes(ranks, timeout, own_votes, session.is_leaving, session.is_gone):
                 session.require()
                 _clear(session, staging_dir(entry.name))
@@ -224,12 +229,14 @@ def clean_up(session: Session, counter: int, *, is_saved: bool = False) -> None:
 
 def _clean_up(session: Session, counter: int, is_saved: bool) -> None:
     """Raise DirectoryInUse if another job took over a storage where it may be writing the same tags."""
-    storage, world_size = session.storage, session.topology.world_size
+    storage = session.storage
+    world_size = session.topology.world_size
     if not storage.renames:
         session.require()
     everyone_is_past = is_saved or AttemptVotes(storage, session.attempt(counter)).all_voted(world_size)
     for entry in storage.list(STAGING):
-        number, votes = session.counter_of(entry.name), AttemptVotes(storage, entry.name)
+        number = session.counter_of(entry.name)
+        votes = AttemptVotes(storage, entry.name)
         if number is None:
             continue
         if (everyone_is_past and number <= counter) or votes.all_voted(world_size):
@@ -319,7 +326,8 @@ def retain(
         if now is None:
             now = surveyed(storage)
             session.listed = {info.tag: info for info in list_tags(now)}
-        tags, new = session.listed, publication.tag
+        tags = session.listed
+        new = publication.tag
         judged = {**session.ours, **({new: tags[new]} if new in tags else {})}  # nobody need read what was just written
         judgement = judge_tags(now, tags.values(), rules, whole=[new], judged=judged)
         session.ours = {info.tag: info for info in judgement.ours}

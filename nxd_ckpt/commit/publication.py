@@ -123,7 +123,8 @@ class Staged:
             _refuse_existing(session.storage, self.tag)
 
     def put(self, storage: Storage, files: Mapping[str, bytes]) -> None:
-        written, folders = list[Writer](), {posixpath.dirname(f"{self.folder}/{name}") for name in files}
+        written = list[Writer]()
+        folders = {posixpath.dirname(f"{self.folder}/{name}") for name in files}
         try:
             for name, data in files.items():
                 written.append(_create(storage, f"{self.folder}/{name}", len(data)))
@@ -166,7 +167,8 @@ class Staged:
         No new job sweeps the folder of copies, and another job may copy the same tag. So only a job that still has the
         lease after it moved the folder away has all of it for itself.
         """
-        storage, staged = session.storage, replace(self, resumes=False)
+        storage = session.storage
+        staged = replace(self, resumes=False)
         session.require(strictly=True)
         storage.rename(self.folder, staged.folder)
         try:
@@ -273,7 +275,8 @@ class InPlace:
     def publish(
         self, session: Session, order_time: float, files: Collection[str], last: Mapping[str, bytes] = NOTHING
     ) -> None:
-        storage, done = session.storage, f"{self.tag}/{DONE}"
+        storage = session.storage
+        done = f"{self.tag}/{DONE}"
         mark = _mark(order_time, self.attempt)
         self.put(storage, last)
         storage.sync_dir(self.tag)
@@ -301,7 +304,8 @@ class InPlace:
     def retire(
         self, session: Session, tag: str, is_kept: Callable[[str], bool] = lambda key: False, order_time: float = 0.0
     ) -> bool:
-        storage, intent = session.storage, trash_file(self.attempt, tag)
+        storage = session.storage
+        intent = trash_file(self.attempt, tag)
         journal.declare(storage, intent, tag)
         goes = storage.remove_if(f"{tag}/{DONE}", lambda: not is_kept(tag))
         if not goes:
@@ -319,7 +323,8 @@ class InPlace:
 
     def _await_writers(self, session: Session, attempts: list[str]) -> None:
         """Wait until no rank of this run writes to the tag for an earlier attempt, which failed elsewhere."""
-        storage, ranks = session.storage, session.topology.world_size
+        storage = session.storage
+        ranks = session.topology.world_size
         if session.is_alone:
             return
         own_votes = AttemptVotes(storage, self.attempt)

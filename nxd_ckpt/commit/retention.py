@@ -79,7 +79,9 @@ def judge_tags(
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
-    examined, read, damaged = set(whole), set(whole), dict[str, str]()
+    examined = set(whole)
+    read = set(whole)
+    damaged = dict[str, str]()
     unreadable = dict[str, str]()
     while True:
         counting = [info for info in ours if info.tag not in damaged and info.tag not in unreadable]
@@ -234,7 +236,8 @@ def plan_removal(storage: Storage, tags: Sequence[str], with_pinned: bool) -> Re
     ``with_pinned``.
     """
     settle_swap(storage)
-    pins, refused = pinned(storage), {}
+    pins = pinned(storage)
+    refused = {}
     for tag in tags:
         if find_tag(storage, tag) is None:
             names = [info.tag for info in list_tags(storage)]
@@ -251,8 +254,10 @@ def remove_tags(session: Session, tags: Sequence[str], with_pinned: bool) -> Rem
 
     Raises DirectoryInUse where another job took the directory over.
     """
-    storage, plan = session.storage, plan_removal(session.storage, tags, with_pinned)
-    removed, refused = [], dict(plan.refused)
+    storage = session.storage
+    plan = plan_removal(session.storage, tags, with_pinned)
+    removed = []
+    refused = dict(plan.refused)
     for tag in plan.removed:
         session.require()
         if with_pinned:

@@ -95,7 +95,8 @@ def _take(folder: Path, run_id: str, num_workers: int, timeout: float) -> int:
             os.close(fd)
         now = effects.monotonic()
         if times != last_times:
-            last_times, since = times, now
+            last_times = times
+            since = now
         elif now - since >= timeout:
             raise TimeoutError(
                 f"waited for one of {num_workers} writing slots of this host: their holders made no progress for "
@@ -250,7 +251,8 @@ class Session:
         Others need this rank's vote no more, as it has the verdict. Only empty directories are removed: what another
         job writes there at the same time stays, and it makes directories again that it misses.
         """
-        storage, votes = self.storage, votes_dir(self.attempt(self.counter))
+        storage = self.storage
+        votes = votes_dir(self.attempt(self.counter))
         with suppress(OSError):
             storage.remove(rank_file(self.attempt(self.counter), self.topology.rank, "vote"))
             if not storage.is_file(LEASE) and not any(".vote" in entry.name for entry in storage.list(votes)):
@@ -347,7 +349,8 @@ def open_session(
         if agreement is None:
             _open_without_group(session, run_id)
         else:
-            session.is_gone, session.sign = agreement.is_gone, agreement.sign
+            session.is_gone = agreement.is_gone
+            session.sign = agreement.sign
             _open_with_group(session, agreement, run_id)
         session.place = lease.place_of(storage)
     except BaseException as error:
@@ -468,7 +471,8 @@ def _must_be_live(session: Session) -> None:
     """Raise unless rank 0 of this launch has the directory: the mark may be an earlier launch's."""
     # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
     deadline = effects.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
-    beats, backoff = set[int | None](), Backoff(session.storage)
+    beats = set[int | None]()
+    backoff = Backoff(session.storage)
     while effects.monotonic() < deadline:
         holder = backoff.timed(lambda: lease.read(session.storage))
         if holder is not None and holder.run_id == session.run_id:
@@ -491,7 +495,8 @@ def _beat_interval(session: Session) -> float:
 
 def _must_see(session: Session, folder: str, names: Sequence[str], within: float) -> str:
     """Return the first of ``names`` that is in ``folder``, where rank 0 wrote one; wait ``within`` seconds for it."""
-    deadline, backoff = effects.monotonic() + within, Backoff(session.storage)
+    deadline = effects.monotonic() + within
+    backoff = Backoff(session.storage)
     while True:
         listed = {entry.name for entry in backoff.timed(lambda: session.storage.list(folder))}
         seen = next((name for name in names if name in listed), None)
@@ -513,7 +518,8 @@ def _sweep(session: Session, *, first: bool) -> None:
     finished, see coordination.journal. Raises DirectoryInUse if another job took the directory over meanwhile: the
     files may be its own then.
     """
-    storage, run_id = session.storage, session.run_id
+    storage = session.storage
+    run_id = session.run_id
     if storage.renames:
         _sweep_unnamed(storage)
     folders = (STAGING, VOTES, PROBES, TRASH)

@@ -66,7 +66,8 @@ class AttemptVotes:
 
     def __init__(self, storage: Storage, attempt: str, news: News | None = None) -> None:
         self.attempt: str = attempt
-        self._storage, self._news = storage, news or News()
+        self._storage = storage
+        self._news = news or News()
 
     def open(self, tag: str) -> None:
         """Tell the other ranks, on rank 0, that they may write the attempt's files into ``tag`` itself."""
@@ -107,7 +108,9 @@ class AttemptVotes:
         Meanwhile rank 0 shows them that it is ``working_on`` another attempt. Returns False ``timeout`` seconds after
         the last progress of any rank, if a rank without a vote is ``gone``, or if this rank is ``leaving`` the job.
         """
-        patience, backoff, sign = _Patience(timeout), Backoff(self._storage), _Sign(working_on, timeout)
+        patience = _Patience(timeout)
+        backoff = Backoff(self._storage)
+        sign = _Sign(working_on, timeout)
         while True:
             sign.renew()
             names = backoff.timed(self._notes)
@@ -126,7 +129,8 @@ class AttemptVotes:
 
         ``first`` is tried first to write it. ``kind`` is `ANSWER` for its vote after an appeal.
         """
-        key, data = rank_file(self.attempt, vote.rank, kind), votes.dump(vote)
+        key = rank_file(self.attempt, vote.rank, kind)
+        data = votes.dump(vote)
         notes = self._storage.without_syncs()
         if first is None or not first(key, data):
             notes.write(key, data)
@@ -161,8 +165,11 @@ class AttemptVotes:
         """
         by_rank: dict[int, Vote] = {}
         missing = {_name(rank_file(self.attempt, rank, kind)): rank for rank in range(first, world_size)}
-        backoff, looking = Backoff(self._storage), _Looking(self._news, timeout)
-        patience, sign, last_words = _Patience(timeout), _Sign(self, timeout), _LastWords()
+        backoff = Backoff(self._storage)
+        looking = _Looking(self._news, timeout)
+        patience = _Patience(timeout)
+        sign = _Sign(self, timeout)
+        last_words = _LastWords()
         names = set[str]()
         while True:
             sign.renew()
@@ -189,7 +196,8 @@ class AttemptVotes:
 
     def announce(self, verdict: Verdict, first: Write | None = None) -> None:
         """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
-        key, data = verdict_file(self.attempt), votes.dump(verdict)
+        key = verdict_file(self.attempt)
+        data = votes.dump(verdict)
         notes = self._storage.without_syncs()
         if first is None or not first(key, data):
             _retried(lambda: notes.write(key, data))
@@ -298,7 +306,9 @@ class AttemptVotes:
 
         While a storage cannot be read, it counts as unchanged.
         """
-        patience, backoff, last_words = _Patience(timeout), Backoff(self._storage), _LastWords()
+        patience = _Patience(timeout)
+        backoff = Backoff(self._storage)
+        last_words = _LastWords()
         looking = _Looking(self._news, timeout)
         listed: set[str] = set()
 
@@ -340,7 +350,8 @@ class _Sign:
     """Rank 0's sign that it works on an attempt, renewed every tenth of the timeout or 5 s, whichever is less."""
 
     def __init__(self, votes: AttemptVotes, timeout: float) -> None:
-        self._votes, self._interval = votes, min(timeout / 10, 5.0)
+        self._votes = votes
+        self._interval = min(timeout / 10, 5.0)
         self._renewed = effects.monotonic()
 
     def renew(self) -> None:
@@ -355,12 +366,15 @@ class _Looking:
     """When to look at the storage for what the ``news`` should tell: hardly ever; without them after each pause."""
 
     def __init__(self, news: News, timeout: float) -> None:
-        self._news, self._interval = news, min(timeout / 4, LONGEST)
-        self._due, self._count = effects.monotonic() + self._interval, news.count
+        self._news = news
+        self._interval = min(timeout / 4, LONGEST)
+        self._due = effects.monotonic() + self._interval
+        self._count = news.count
 
     def look_is_due(self) -> bool:
         """Return whether to look now. News that come from now on end the next `wait`."""
-        now, self._count = effects.monotonic(), self._news.count
+        now = effects.monotonic()
+        self._count = self._news.count
         if self._news.come and now < self._due:
             return False
         self._due = now + self._interval
@@ -407,12 +421,14 @@ class _Patience:
     def is_over(self, count: int, look_closer: Callable[[], Mapping[str, bytes]]) -> bool:
         now = effects.monotonic()
         if count != self._count:
-            self._count, self._since = count, now
+            self._count = count
+            self._since = now
         if now - self._looked >= self._interval or now - self._since >= self._timeout:
             seen = look_closer()
             if seen != self._seen:
                 self._since = now
-            self._seen, self._looked = seen, now
+            self._seen = seen
+            self._looked = now
             self._interval = min(self._timeout / 4, max(2.0, 20 * (effects.monotonic() - now)))
         return now - self._since >= self._timeout
 

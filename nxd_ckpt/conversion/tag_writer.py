@@ -124,7 +124,8 @@ class Input:
 
     def state(self, topology: Topology) -> SaveState:
         """Return the state that the rank of ``topology`` would save, with leaves that stand for tensors on disk."""
-        job, opened = self._job, self.opened
+        job = self._job
+        opened = self.opened
         if self._model is not None and job.terms is None:
             return self._model.state(topology)
         state = target_state(opened, replace(job.what, topology=topology))
@@ -147,8 +148,11 @@ class Input:
         """
         if not self._passes_files:
             return index
-        opened, at = self.opened, topology.coordinates
-        listed, tensors, parameters = dict(self._objects(topology)), index.tensors, index.parameters
+        opened = self.opened
+        at = topology.coordinates
+        listed = dict(self._objects(topology))
+        tensors = index.tensors
+        parameters = index.parameters
         files: dict[str, FileEntry] = {}
         passes_model = self._job.keeps_model and topology.writer_of(at) == at
         if passes_model and opened.manifest is None:
@@ -179,7 +183,8 @@ class Input:
         Cuts are recorded only where they are certain: NxD's files do not tell them. A load of the result uses the live
         parameters' cuts then, as for NxD's own tag.
         """
-        opened, at = self.opened, topology.coordinates
+        opened = self.opened
+        at = topology.coordinates
         sizes = opened.topology
         recorded = recorded_parameters(opened, {}) if (sizes.tp, sizes.ep) == (1, 1) else {}
         tree = opened.model_tree(at)
@@ -210,7 +215,8 @@ class Input:
         return files, tuple(tensors), parameters
 
     def _foreign_files(self, file: str) -> Iterator[str]:
-        storage, tag = self.opened.storage, self.opened.tag
+        storage = self.opened.storage
+        tag = self.opened.tag
         yield file
         if storage.is_file(f"{tag}/{names.info_file(file)}"):
             yield names.info_file(file)
@@ -219,7 +225,8 @@ class Input:
 
     def _compare(self, name: str, stub: TensorStub, blocks: Sequence[int]) -> None:
         """Compare what was copied with the digest in NxD's file."""
-        where, storage = f"{self.opened.where}/{stub.file}, tensor {name!r}", stub.storage
+        where = f"{self.opened.where}/{stub.file}, tensor {name!r}"
+        storage = stub.storage
         if stub.nbytes != storage.nbytes or not stub.is_contiguous or storage.crc32 is None:
             raise UnsupportedState(
                 f"{where}: it is a view of a larger one, or its file records no digest, so the file cannot be passed "
@@ -232,7 +239,8 @@ class Input:
 
         These are scheduler and user content for rank 0, and each rank's own content if ranks stayed the same.
         """
-        parts, opened = self._job.parts, self.opened
+        parts = self._job.parts
+        opened = self.opened
         chosen = {
             names.SCHEDULER: parts.scheduler and topology.rank == 0,
             names.USER_CONTENT: parts.user_content and topology.rank == 0,
@@ -334,7 +342,8 @@ def _written(save: CollectedSave, agreement: Agreement, workers: WorkerPool, ran
 
 def _commit(save: CollectedSave, job: Job, votes: Sequence[Vote]) -> None:
     if job.source.is_tag:
-        place, folder = job.source.place, save.publication.folder
+        place = job.source.place
+        folder = save.publication.folder
         copy_guests(place.open(), place.name, save.session.storage, folder)
     save.commit(job.topology, votes, job.parts, metrics=job.metrics)
 
@@ -378,12 +387,14 @@ class RankWriter:
 
         Raises TagReplaced if the input was replaced by another save.
         """
-        started, topologies = time.monotonic(), [self._job.topology.at(rank) for rank in ranks]
+        started = time.monotonic()
+        topologies = [self._job.topology.at(rank) for rank in ranks]
         votes = []
         with self._input.opened.guarded():
             plans = [self._plan(topology) for topology in topologies]
             with self._input.opened.reader() as reader:
-                sets, beside = [plan.files for plan in plans], _beside(self._job.topology)
+                sets = [plan.files for plan in plans]
+                beside = _beside(self._job.topology)
                 writers = write_images(reader, self._storage, publication.folder, sets, self._count, beside)
             for topology, plan, writer in zip(topologies, plans, writers, strict=True):
                 written = writer.index(plan, topology.coordinates)
@@ -435,7 +446,8 @@ class WorkerPool:
         self._num_workers = num_workers
         self._topology = job.topology
         self._sign = sign
-        self._written, self._stop = context.Value("q", 0), context.Event()
+        self._written = context.Value("q", 0)
+        self._stop = context.Event()
         self._own = RankWriter(job, self._written, self._stop)
         self._executor: Executor
         if num_workers > 1:

@@ -117,7 +117,8 @@ def split(items: Iterable[Item], part: str) -> tuple[list[Item], list[Item]]:
 
     Raises UnsupportedState for a container with tensors in it.
     """
-    tensors, others = list[Item](), list[Item]()
+    tensors = list[Item]()
+    others = list[Item]()
     for item in items:
         (tensors if item.is_tensor else others).append(item)
         if not item.is_tensor and any(leaf.shape for _, leaf in iter_tensors(item.value)):
@@ -230,8 +231,10 @@ class _Part:
     """Model or optimizer, planned: nothing is written yet, and everything that must be refused was."""
 
     def __init__(self, opened: OpenTag, tag: WholeTag, name: str, strategy: Strategy, safetensors: bool) -> None:
-        self.name, self._opened = name, opened
-        items, others = items_of(tag, name), list[Item]()
+        self.name = name
+        self._opened = opened
+        items = items_of(tag, name)
+        others = list[Item]()
         if safetensors:
             items, others = split(items, name)
         files = files_of(name, items, strategy, _EXTENSIONS[safetensors])

@@ -86,7 +86,8 @@ def presharded(tag: HuggingFaceTag, config: Mapping[str, Any], tp: int) -> Presh
     """
     mapping = find_mapping(INFERENCE, config)
     target = ImportTarget(Topology(tp=tp), mapping, inference_sizes(mapping, config, tp))
-    model, files = ImportedModel(TagTensors(tag), target), {}
+    model = ImportedModel(TagTensors(tag), target)
+    files = {}
     for rank in range(tp):
         state = model.state(Topology(tp=tp, tp_rank=rank)).model
         tensors: dict[str, Any] = {} if state is None else dict(state.tree)
@@ -124,7 +125,8 @@ def are_converted(opened: OpenTag, mapped: MappedTag, otherwise: Callable[[], Ma
         TopologyMismatch: copies differ in both orders; the message names the tensor.
         CorruptCheckpoint: bytes changed since they were written.
     """
-    unequal, sizes = _unequal(opened, mapped), mapped.sizes
+    unequal = _unequal(opened, mapped)
+    sizes = mapped.sizes
     if unequal is None:
         return False
     may_be_converted = sizes.hardware == "trn2" and opened.manifest is None and opened.parts.optimizer is None
@@ -364,7 +366,8 @@ def _ready(job: _Job, chosen: ConvertOptions) -> Output:
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
     decided_by_rank0(agreement, output.begin)
     mine = job.weight_files[agreement.rank :: agreement.world_size]
-    nbytes, written = sum(file.image.nbytes for file in mine), Counter()
+    nbytes = sum(file.image.nbytes for file in mine)
+    written = Counter()
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
             in_turns(agreement, [partial(_write_file, job, output, file, written) for file in mine])

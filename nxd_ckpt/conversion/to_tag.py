@@ -138,7 +138,8 @@ def _positions_for(topology: Topology, opened: OpenTag, process: int) -> dict[An
 
 
 def _warn_if_nothing_is_cut(opened: OpenTag, what: Target) -> None:
-    tp, partitions = what.topology.tp, what.partitions or {}
+    tp = what.topology.tp
+    partitions = what.partitions or {}
     saved = {} if opened.manifest is None else opened.manifest.parameters
     is_recorded = opened.manifest is not None or opened.topology.tp == 1
     cuts = {**{name: spec.partition for name, spec in saved.items()}, **partitions}.values()
@@ -249,14 +250,16 @@ def to_nxd_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converte
         done = Converted(*paths, nbytes, job.topology.sizes)
     else:
         done = write_tag(prepare, chosen)
-    done, model = replace(done, **plans[-1]), Parts(model=True)
+    done = replace(done, **plans[-1])
+    model = Parts(model=True)
     return replace(done, left_out=(*done.left_out, *source.left_out(model, model)))
 
 
 def _planned(source: Location, what: ImportTarget) -> dict[str, Any]:
     """Return fields of `Converted`. Raises the errors of `ImportedModel.state`, not for unknown and missing names."""
     model = ImportedModel(open_imported(source, what), what)
-    selection, sizes = model.selection, what.sizes
+    selection = model.selection
+    sizes = what.sizes
     members = {
         match.name: tuple(what.mapping.in_files(match.rule.names(match.numbers, sizes))) for match in selection.matches
     }

@@ -37,7 +37,8 @@ class CompressedWriter:
     """
 
     def __init__(self, storage: Storage, key: str, kind: str, nbytes: int) -> None:
-        self._storage, self._key = storage, key
+        self._storage = storage
+        self._key = key
         self._file = _scratch(storage, key)
         self._stream = compressing(kind, self._file, nbytes)
         self._written = 0
@@ -177,7 +178,9 @@ def _order(file: TagFile) -> tuple[int, str]:
 def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
     """Return a member's header for byte ``at``, padded by a comment so that the member's bytes begin on a page."""
     info = tarfile.TarInfo(name)
-    info.size, info.mtime, info.mode = nbytes, seconds, 0o644
+    info.size = nbytes
+    info.mtime = seconds
+    info.mode = 0o644
     info.pax_headers = {"mtime": str(float(seconds))}
     header = info.tobuf(tarfile.PAX_FORMAT)
     missing = -(at + len(header)) % _PAGE
@@ -191,7 +194,9 @@ def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
 def _write(
     opened: OpenTag, head: bytes, members: Sequence[_Member], nbytes: int, output: Output, written: Counter
 ) -> None:
-    storage, key, compressed = output.storage, output.folder, compression_of(output.place.name)
+    storage = output.storage
+    key = output.folder
+    compressed = compression_of(output.place.name)
     writer = CompressedWriter(storage, key, compressed, nbytes) if compressed else storage.create(key, nbytes)
     with completed(writer):
         writer.write_at(0, head)
@@ -205,7 +210,8 @@ def _write(
 
 def _put(opened: OpenTag, member: _Member, writer: Writer, written: Counter) -> None:
     """Write the member's header, its bytes, verified, and the padding of the last block."""
-    file, source = member.file, StoredFile(opened.storage, f"{opened.tag}/{member.file.name}")
+    file = member.file
+    source = StoredFile(opened.storage, f"{opened.tag}/{member.file.name}")
     writer.write_at(member.at, member.header)
     entry, blocks = copy_into(source, writer, member.offset, file.records, written.add)
     verify(file, entry, blocks, source.where)

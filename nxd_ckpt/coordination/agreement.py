@@ -110,9 +110,13 @@ class Words:
         ``passed`` returns whether a rank is known to have gone on without the call.
         """
         self.store: Any = store
-        self._rank, self._timeout, self._gone, self._call = rank, timeout, gone, call
+        self._rank = rank
+        self._timeout = timeout
+        self._gone = gone
+        self._call = call
         self._passed = passed
-        self._signed, self._is_logged = -math.inf, rank != 0 or call is None
+        self._signed = -math.inf
+        self._is_logged = rank != 0 or call is None
 
     def leave(self, key: str, word: Any) -> None:
         """Leave a word under ``key``."""

@@ -64,7 +64,8 @@ def given_entries(storage: Storage, key: str) -> set[str]:
 
 def guests_of(storage: Storage, key: str) -> list[Entry]:
     """Return the guests in the directory ``key`` that no save was given; of a directory of such, not what is in it."""
-    waiting, guests = [entry for entry in entries_of(storage, key) if entry.is_guest], list[Entry]()
+    waiting = [entry for entry in entries_of(storage, key) if entry.is_guest]
+    guests = list[Entry]()
     given = given_to(storage, key) if waiting else ()
     for entry in waiting:  # grows
         if any(name.startswith(f"{entry.path}/") for name in given):
@@ -101,7 +102,8 @@ def bring(storage: Storage, source: str, target: str) -> None:
     Of two with one name the one that was changed last stays, but a file that the save in ``target`` was given always
     does. Those behind a link stay where they are.
     """
-    moving, folders = guests_of(storage, source), set[str]()
+    moving = guests_of(storage, source)
+    folders = set[str]()
     given = {f"{target}/{name}" for name in given_to(storage, target)} if moving else set[str]()
     for path, is_dir in moving:
         try:

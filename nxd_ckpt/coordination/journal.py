@@ -212,7 +212,8 @@ def _replacement(storage: Storage, attempt: str, tag: str) -> Replacement:
 
 def _make(replacement: Replacement, attempt: str, tag: str) -> None:
     """Make the replacement, which is announced if there is something to replace. Raises OSError."""
-    storage, replaces = replacement.storage, False
+    storage = replacement.storage
+    replaces = False
     for tries_left in reversed(range(_TRIES)):
         if not replaces and storage.is_dir(tag):
             replaces = True
@@ -237,7 +238,8 @@ def _settle(replacement: Replacement, attempt: str) -> None:
 
     Between the two renames somebody may have made a directory for a file of theirs: it has no ``done``, and gives way.
     """
-    storage, tag = replacement.storage, replacement.target
+    storage = replacement.storage
+    tag = replacement.target
     if storage.is_dir(tag) and not storage.is_file(f"{tag}/{DONE}"):
         sources = [key for key in (replacement.finished, replacement.aside) if storage.is_file(f"{key}/{DONE}")]
         if sources:
@@ -335,7 +337,8 @@ def remove_tag(
     ``is_kept`` is called with the tag's key in the trash. If this process ends before it has answered, others see by
     ``order_time`` whether it is the save that was to go.
     """
-    key, goes = trash_file(attempt, tag, order_time), False
+    key = trash_file(attempt, tag, order_time)
+    goes = False
     storage.make_dir(TRASH)
     storage.rename(tag, key)
     try:
@@ -428,7 +431,9 @@ def put_back_lost(storage: Storage) -> None:
 
 def _must_stay(storage: Storage, name: str, pins: Collection[str]) -> set[str]:
     """Return the names that a directory in the trash may have as a tag that must stay."""
-    tags, meant, key = {tag for tag in pins if is_trash_of(name, tag)}, meant_by(name), f"{TRASH}/{name}"
+    tags = {tag for tag in pins if is_trash_of(name, tag)}
+    meant = meant_by(name)
+    key = f"{TRASH}/{name}"
     with suppress(FileNotFoundError, MalformedFile):  # half deleted, or of another program
         if meant and storage.is_file(f"{key}/{DONE}"):
             manifest = load_manifest(storage.read(f"{key}/{MANIFEST}"), f"{storage.url}/{key}/{MANIFEST}")

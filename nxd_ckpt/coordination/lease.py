@@ -259,7 +259,9 @@ class Heartbeat:
     """
 
     def __init__(self, storage: Storage, lease: Lease, interval: float) -> None:
-        self._storage, self._lease, self._interval = storage, lease, interval
+        self._storage = storage
+        self._lease = lease
+        self._interval = interval
         self._stop = effects.Event()
         self._thread = effects.Thread(target=self._run, name="nxd_ckpt-lease", daemon=True)
         self._beats = effects.has_started(self._thread)
@@ -284,7 +286,9 @@ class Heartbeat:
 
         If it was taken over, the next save reports that.
         """
-        storage, mine, record = self._storage, self._lease, _read(self._storage)
+        storage = self._storage
+        mine = self._lease
+        record = _read(self._storage)
         if record is not None and record.lease.known:
             return record.lease == mine
         return _write_anew(storage, mine, record)
@@ -319,7 +323,8 @@ def _lives(storage: Storage, holder: Lease, patience: float, sign: Callable[[], 
     runs = holder.holder_runs_here()
     if runs is not None:
         return runs
-    deadline, beat = effects.monotonic() + patience, last_beat(storage, holder)
+    deadline = effects.monotonic() + patience
+    beat = last_beat(storage, holder)
     while effects.monotonic() < deadline:
         effects.sleep(min(patience / 20, 1.0))
         sign()

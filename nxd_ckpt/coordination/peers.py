@@ -281,7 +281,8 @@ def _connected(rank: int, address: Address, secret: bytes) -> socket.socket:
 
 def _prove(connection: socket.socket, rank: int, secret: bytes) -> None:
     """Prove to know the secret, and check the other end's proof. Raises OSError if it is wrong."""
-    theirs, ours = _take(connection, NONCE), os.urandom(NONCE)
+    theirs = _take(connection, NONCE)
+    ours = os.urandom(NONCE)
     connection.sendall(_HELLO.pack(rank, ours, proof(secret, b"rank", rank, theirs + ours)))
     if not hmac.compare_digest(_take(connection, NONCE), proof(secret, b"hub", rank, theirs + ours)):
         raise OSError("the process that answers there does not prove to be rank 0 of this job")
@@ -301,7 +302,8 @@ class _Lines:
     """Incoming words of a connection, one line each."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._rest = connection, bytearray()
+        self._connection = connection
+        self._rest = bytearray()
         self._reading = threading.Lock()
 
     def read(self, heard: Callable[[int, Any], None]) -> bool:
@@ -363,7 +365,8 @@ class News:
 
     def __init__(self, peers: Peers | None = None, channel: int = 0, world_size: int = 1) -> None:
         """Listen to the ``channel``, of which rank 0 chose the number."""
-        self._peers, self._channel = peers, channel
+        self._peers = peers
+        self._channel = channel
         self._most = 4 * world_size + 16
         """Number of keys after which the oldest are forgotten: each rank writes a few for each save."""
         self._keys = dict[str, None]()

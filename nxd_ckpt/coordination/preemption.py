@@ -36,7 +36,8 @@ class Preemption:
 
     def __init__(self, options: PreemptionOptions) -> None:
         """Catch the signals. Raises InvalidArgument for one that cannot be caught."""
-        self._asked, self._grace = options.preemption, options.preemption_grace
+        self._asked = options.preemption
+        self._grace = options.preemption_grace
         self.has_stopped: bool = False
         self._flags = [SignalFlag(number, self._grace) for number in options.signals]
         self._stopping: Stopping | None = None
@@ -147,7 +148,8 @@ class SignalFlag:
 
     def poll(self) -> None:
         """Note that a step looks at it."""
-        self.is_polled, self._is_seen = True, self.is_set
+        self.is_polled = True
+        self._is_seen = self.is_set
 
     def answer(self) -> None:
         """Note that a step says to stop. Another step after that is warned of."""
@@ -163,7 +165,8 @@ class SignalFlag:
 
     def close(self) -> None:
         """Let the signal have no effect at all, while the last save is written."""
-        self._is_answered, self._is_ignored = True, False
+        self._is_answered = True
+        self._is_ignored = False
         self._is_over.set()
 
     @property

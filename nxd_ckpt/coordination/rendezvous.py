@@ -59,7 +59,8 @@ class Whereabouts:
     def has_passed(self, rank: int) -> bool:
         """Return whether that rank stands in an operation that this one has not begun. Asks all ranks once more."""
         self._peers.tell(WHEREABOUTS, None)
-        own, answers = operations_begun(), [*self._answers[rank]]
+        own = operations_begun()
+        answers = [*self._answers[rank]]
         if own is None or len(answers) < _LOOKS or not isinstance(answers[0], int):
             return False
         return answers[0] > own and len({*answers}) == 1
@@ -204,7 +205,9 @@ class Rendezvous:
         self.group_store = store
         of_members = "" if members is None else f"/{sha256(repr(members).encode()).hexdigest()[:16]}"
         self._store = PrefixStore(f"nxd_ckpt{of_members}", store)
-        self._rank, self._world_size, self._members = rank, world_size, members
+        self._rank = rank
+        self._world_size = world_size
+        self._members = members
         self._lock = FairLock()
         self._peers: Rank0Connections | ConnectionToRank0 | None = None
         self._whereabouts: Whereabouts | None = None
@@ -296,7 +299,8 @@ def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
     """Return the number of the next call of ``rank`` that is not withdrawn; the call, and whether it knows the secret.
     """
     while True:
-        number, call = _number_of_next(words, rank), _taken(words, rank)
+        number = _number_of_next(words, rank)
+        call = _taken(words, rank)
         if call is not None:
             return number, call
 

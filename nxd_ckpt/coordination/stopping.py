@@ -88,9 +88,11 @@ class Stopping:
         Raises:
             CheckpointError: on all ranks, if one has no connection to rank 0.
         """
-        self._rank, self._world_size = agreement.rank, agreement.world_size
+        self._rank = agreement.rank
+        self._world_size = agreement.world_size
         self._peers = agreement.peers
-        self._notice, self._grace = notice, grace
+        self._notice = notice
+        self._grace = grace
         self._changed = effects.Condition()
         self._own = RankProgress()
         self._tally = JobProgress(agreement.world_size)
@@ -178,7 +180,8 @@ class Stopping:
 
     def _learn(self, rank: int, why: str) -> None:
         if self._source is None:
-            self._source, self._since = (rank, why), effects.monotonic()
+            self._source = (rank, why)
+            self._since = effects.monotonic()
             self._own.hold()
 
     def _tell_rank0(self, *word: Any) -> None:
@@ -232,7 +235,8 @@ class Schedule:
     """
 
     def __init__(self, options: ScheduleOptions, timeout: float) -> None:
-        self._options, self._timeout = options, timeout
+        self._options = options
+        self._timeout = timeout
         self._interval: Stopping | None = None
         self._since: float | None = None
         """The time of the last save, or of the first step."""
@@ -241,7 +245,8 @@ class Schedule:
 
     def is_due(self, step: int, meet: Callable[[], Agreement | None]) -> bool:
         """Return whether to save after ``step``, on all ranks alike. Raises as ``Checkpointer.should_save`` does."""
-        every, minutes = self._options.every, self._options.every_minutes
+        every = self._options.every
+        minutes = self._options.every_minutes
         if every is None and minutes is None:
             raise InvalidArgument("should_save() needs Checkpointer(..., every=100), or every_minutes=30, to know when")
         self._last = step
@@ -249,7 +254,8 @@ class Schedule:
 
     def saved(self, step: int | None) -> None:
         """Count the time until the next save from now: ``step`` is saved."""
-        self._saved, self._since = step, effects.monotonic()
+        self._saved = step
+        self._since = effects.monotonic()
 
     def warn_if_not_asked(self) -> None:
         """Warn, at the end of a run that saved, of options that had no effect."""
@@ -261,7 +267,8 @@ class Schedule:
 
     def finish(self) -> None:
         """Let the caller save the last step, if that was asked for and is not done."""
-        final, last = self._options.final_save, self._last
+        final = self._options.final_save
+        last = self._last
         if final is not None and last is not None and last != self._saved:
             self._last = None
             final(last)
@@ -297,7 +304,8 @@ class Schedule:
         return Stopping(agreement, notice, self._timeout, goes_on=True)
 
     def _notice(self) -> str | None:
-        minutes, since = self._options.every_minutes, self._since
+        minutes = self._options.every_minutes
+        since = self._since
         if minutes is None or since is None or effects.monotonic() - since < 60 * minutes:
             return None
         return f"{minutes:g} minutes are over"

@@ -126,7 +126,8 @@ def _plain_containers(value: Any) -> Any:
 
 def described(hint: Any, number: int = 0) -> str:
     """Return the values of a type in words, as one or as several."""
-    origin, args = get_origin(hint) or hint, get_args(hint)
+    origin = get_origin(hint) or hint
+    args = get_args(hint)
     if origin is Annotated:
         return str(args[1].expected)
     if origin in (Union, UnionType):
@@ -154,7 +155,8 @@ def _is_secret(hint: Any) -> bool:
 @cache
 def _reader_of(hint: Any) -> Callable[[Any], Any]:
     """Return the function that reads values of this type."""
-    origin, args = get_origin(hint) or hint, get_args(hint)
+    origin = get_origin(hint) or hint
+    args = get_args(hint)
     if origin is Annotated:
         return args[1].read  # type: ignore[no-any-return]
     if origin in (Union, UnionType):

@@ -34,7 +34,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common part, or None if there is none (an empty box overlaps nothing)."""
-        offset, size = [], []
+        offset = []
+        size = []
         for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True):
             start = max(a, b)
             extent = min(a + n, b + m) - start
@@ -61,7 +62,8 @@ class Box:
 
     def narrowed(self, dim: int, start: int, length: int) -> Box:
         """Return the part ``start <= index < start + length`` along ``dim``, counted from this box's offset."""
-        offset, size = list(self.offset), list(self.size)
+        offset = list(self.offset)
+        size = list(self.size)
         offset[dim] += start
         size[dim] = length
         return Box(tuple(offset), tuple(size))
@@ -85,7 +87,8 @@ class Box:
             return [self] if self.numel else []
         if common == self:  # nearly always, and for each of thousands of experts
             return []
-        rest, parts = self, []
+        rest = self
+        parts = []
         for dim, size in enumerate(common.size):
             start = common.offset[dim] - rest.offset[dim]
             end = start + size
@@ -115,14 +118,16 @@ def box_of(index: Box | slice | tuple[slice, ...], shape: tuple[int, ...]) -> Bo
     slices = index if isinstance(index, tuple) else (index,)
     if len(slices) > len(shape):
         raise InvalidArgument(f"{len(slices)} slices for a tensor of shape {list(shape)}")
-    offset, size = [0] * len(shape), list(shape)
+    offset = [0] * len(shape)
+    size = list(shape)
     for dim, item in enumerate(slices):
         if not isinstance(item, slice) or item.step not in (None, 1):
             raise InvalidArgument(
                 f"dimension {dim}: expected a slice without a step, such as slice(0, 4), found {item!r}"
             )
         start, stop, _ = item.indices(shape[dim])
-        offset[dim], size[dim] = start, max(0, stop - start)
+        offset[dim] = start
+        size[dim] = max(0, stop - start)
     return Box(tuple(offset), tuple(size))
 
 

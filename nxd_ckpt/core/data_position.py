@@ -40,7 +40,9 @@ def check_position(value: Position, where: str) -> None:
     """Raise MalformedFile for a value that is marked as a data position, but not built as one."""
     if missing := [name for name in ("dp", "dp_rank", "state", "shared", "alone") if name not in value]:
         raise MalformedFile(f"{where}: expected a data position, which has {missing[0]!r}")
-    dp, dp_rank, shared = value["dp"], value["dp_rank"], value["shared"]
+    dp = value["dp"]
+    dp_rank = value["dp_rank"]
+    shared = value["shared"]
     if not (dp is None and dp_rank is None) and not (_is_below(dp, RANKS + 1) and _is_below(dp_rank, dp)):
         raise MalformedFile(
             f"{where}: expected a data-parallel rank of at most {RANKS}, found {shown(dp_rank)} of {shown(dp)}"
@@ -51,7 +53,8 @@ def check_position(value: Position, where: str) -> None:
     if kind == "samples":
         is_right = all(isinstance(number, Integral) for name, number in shared.items() if name != "kind")
     elif kind == "streams":
-        count, states = shared.get("count"), shared.get("states")
+        count = shared.get("count")
+        states = shared.get("states")
         is_right = isinstance(count, Integral) and isinstance(states, dict)
         is_right = is_right and all(_is_below(number, count) and _is_stream(state) for number, state in states.items())
     else:

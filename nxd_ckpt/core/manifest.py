@@ -165,14 +165,16 @@ def _form(fields: Any) -> tuple[int, str, tuple[int, ...], tuple[Piece, ...] | N
 
 def _specs(document: Any) -> dict[str, ParameterSpec]:
     """Return the specifications of the parameters in an index or a manifest, by name."""
-    table, numbers = list(map(_spec, checked(list, document["specifications"]))), document["parameters"]
+    table = list(map(_spec, checked(list, document["specifications"])))
+    numbers = document["parameters"]
     integers(checked(dict, numbers).values())
     return dict(zip(_texts([*numbers]), [table[number] for number in numbers.values()], strict=True))
 
 
 def _spec(fields: Any) -> ParameterSpec:
     partition = Partition.from_json(fields["partition"])
-    shape, tie = tuple(integers(fields["shape"])), fields["tie"]
+    shape = tuple(integers(fields["shape"]))
+    tie = fields["tie"]
     partition.check_shape("a parameter", shape)
     trainable = checked(bool, fields["trainable"])
     explicit = checked(bool, fields.get("explicit", False))

@@ -47,7 +47,8 @@ class Mesh:
         """True if ranks ascend along each dimension."""
         stride = len(self.ranks)
         for size in self.shape:
-            block, stride = stride, stride // size
+            block = stride
+            stride = stride // size
             neighbours = ((place, place + stride) for place in range(len(self.ranks)) if place % block + stride < block)
             if any(self.ranks[place] > self.ranks[after] for place, after in neighbours):
                 return False
@@ -74,7 +75,8 @@ class Mesh:
 
     def of_stack(self, rank: int) -> Mesh | None:
         """Return the mesh with the rank, in a stack of meshes over the first dimension; None if it is in none."""
-        place, size = self._places.get(rank), prod(self.shape[1:])
+        place = self._places.get(rank)
+        size = prod(self.shape[1:])
         if place is None or len(self.shape) < 2:
             return None
         first = place // size * size
@@ -219,10 +221,12 @@ def _shard(runs: _Runs, split: int, parts: int, index: int) -> _Runs:
 
 def _chunk(runs: _Runs, parts: int, index: int) -> _Runs:
     size = -(-sum(number for _, number in runs) // parts)
-    start, stop = index * size, (index + 1) * size
+    start = index * size
+    stop = (index + 1) * size
     chunk = []
     for local, first, number in _placed(runs):
-        begin, end = max(start, local), min(stop, local + number)
+        begin = max(start, local)
+        end = min(stop, local + number)
         if begin < end:
             chunk.append((first + begin - local, end - begin))
     return tuple(chunk)
@@ -248,7 +252,8 @@ def _holders(
 
 def _parts_in(runs: _Runs, shard: Shard, parts: int, box: Box) -> Iterator[tuple[int, _Runs]]:
     """Yield the parts of ``runs`` that overlap ``box``, each with its number."""
-    start, length = box.offset[shard.dim], box.size[shard.dim]
+    start = box.offset[shard.dim]
+    length = box.size[shard.dim]
     candidates = range(parts)
     if shard.split == 1 and len(runs) == 1:
         first, number = runs[0]
@@ -318,7 +323,8 @@ def mesh_fields(mesh: Mesh) -> dict[str, Any]:
 
 def mesh_of(fields: Any) -> Mesh:
     """Parse a mesh's JSON. Raises KeyError, TypeError or ValueError if it is invalid."""
-    names, shape = tuple(map(checked_text, fields["names"])), tuple(integers(fields["shape"]))
+    names = tuple(map(checked_text, fields["names"]))
+    shape = tuple(integers(fields["shape"]))
     size = prod(shape)
     if len(names) != len(shape) or not 0 < size <= RANKS:
         raise ValueError(f"a mesh of shape {shape} with {len(names)} names")
@@ -351,7 +357,9 @@ def _numbers_of(placement: Any) -> list[int]:
 
 def _tensor(fields: Any, layouts: tuple[Layout, ...]) -> WholeTensor:
     name, dtype, sizes, layout, where = checked(list, fields)
-    name, dtype, shape = checked_text(name), checked(str, dtype), tuple(integers(sizes))
+    name = checked_text(name)
+    dtype = checked(str, dtype)
+    shape = tuple(integers(sizes))
     if layout is None:
         return WholeTensor(name, dtype, shape, None, 0, tuple(integers(checked(list, where))))
     integers([layout, where])
@@ -451,7 +459,8 @@ def _joined(structures: Sequence[RankStructure], ranks: Sequence[int], number: i
     stack = []
     for digest, places in places_by_digest.items():
         rank = next(iter(places.values()))
-        names, shape = structures[rank].meshes[number].names, tuple(structures[rank].meshes[number].shape)
+        names = structures[rank].meshes[number].names
+        shape = tuple(structures[rank].meshes[number].shape)
         own = tuple(rank for _, rank in sorted(places.items()))
         listed = structures[own[0]].meshes[number].ranks
         if len(places) != prod(shape) or listed is None or tuple(listed) != own:

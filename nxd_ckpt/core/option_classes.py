@@ -68,7 +68,8 @@ def _meant(name: str, own: Collection[str], elsewhere: Mapping[str, Collection[s
         close = closest(name, {*own, *(one for names in elsewhere.values() for one in names)}, _ALIKE)
         if close is None:
             return repr(name)
-        ours, places = close, [function for function, names in elsewhere.items() if close in names]
+        ours = close
+        places = [function for function, names in elsewhere.items() if close in names]
     if ours in own:
         return f"{name!r} (did you mean {_EXAMPLES.get(ours, repr(ours))}?)"
     return f"{name!r} (pass {_EXAMPLES.get(ours, ours + '=')} to {places[0]}())"

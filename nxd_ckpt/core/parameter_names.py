@@ -70,7 +70,8 @@ def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[
     Wrappers are torch.compile, activation checkpointing, FSDP, Lightning and data parallelism, on either side, in any
     order. Names are left out that are already used for another one, or that match several.
     """
-    live, saved = set(live), set(saved)
+    live = set(live)
+    saved = set(saved)
     lost, spare = (_by_plain_name(names) for names in (live - saved, saved - live))
     return {
         names[0]: spare[plain][0] for plain, names in lost.items() if len(names) == 1 and len(spare.get(plain, ())) == 1

@@ -314,7 +314,8 @@ def zero1_pieces(pieces: Iterable[Piece], local_shape: tuple[int, ...], dp: int,
 
 
 def _side_by_side(sections: Iterable[Section], local: Box, whole: Box, dim: int) -> Iterator[SectionLayout]:
-    local_start, whole_start = 0, 0
+    local_start = 0
+    whole_start = 0
     for section in sections:
         yield SectionLayout(
             section,
@@ -322,7 +323,8 @@ def _side_by_side(sections: Iterable[Section], local: Box, whole: Box, dim: int)
             whole.narrowed(dim, whole_start, section.block),
             dim,
         )
-        local_start, whole_start = local_start + section.block, whole_start + section.size
+        local_start += section.block
+        whole_start += section.size
 
 
 def _moved(part: Box, start: Box, end: Box) -> Box:

@@ -136,7 +136,8 @@ def neighbours(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> It
         size = nbytes(item)
         if group and total + size > limit:
             yield tuple(group)
-            group, total = [], 0
+            group = []
+            total = 0
         group.append(item)
         total += size
     if group:

@@ -155,8 +155,10 @@ def load_verdict(data: bytes, where: str) -> Verdict:
     """Parse a verdict. Raises MalformedFile, naming ``where``, for anything else."""
     fields = document.small(data, where)
     try:
-        error, tag = _error_of(fields.get("error")), fields.get("tag")
-        rank, per_rank = integers([fields.get("rank", 0)])[0], _texts(fields.get("per_rank", []))
+        error = _error_of(fields.get("error"))
+        tag = fields.get("tag")
+        rank = integers([fields.get("rank", 0)])[0]
+        per_rank = _texts(fields.get("per_rank", []))
         return Verdict(error, rank, None if tag is None else str(tag), per_rank)
     except (TypeError, ValueError) as problem:
         raise MalformedFile(f"{where}: not a verdict of this version ({problem})") from problem

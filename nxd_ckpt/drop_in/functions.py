@@ -181,7 +181,8 @@ def save_checkpoint(*args: Any, **keywords: Any) -> None:
         _place_in(arguments, named)
     topology = arguments.get("topology") or default_topology()
     say = partial(_nxd_logger.log, logging.INFO if topology.rank == 0 else logging.DEBUG)
-    method, tag = "async" if arguments.get("async_save") else "synced", named
+    method = "async" if arguments.get("async_save") else "synced"
+    tag = named
     say("%s saving of checkpoint %s began", method, tag)
     saved = api.save_checkpoint(**arguments)
     _io_state().saved(_directory(arguments), arguments.get("topology"))

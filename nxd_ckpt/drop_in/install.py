@@ -43,7 +43,8 @@ class ImportHook(MetaPathFinder):
     """A finder that calls ``imported`` with the name of each of the modules ``names``, and the module itself."""
 
     def __init__(self, names: Collection[str], imported: _Imported) -> None:
-        self._names, self._imported = names, imported
+        self._names = names
+        self._imported = imported
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in self._names:
@@ -60,7 +61,8 @@ class _Loader(Loader):
     """The module's own loader, with ``imported`` called at the end."""
 
     def __init__(self, loader: Loader, imported: _Imported) -> None:
-        self._loader, self._imported = loader, imported
+        self._loader = loader
+        self._imported = imported
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -81,7 +83,8 @@ class _Handed:
     """Is unpickled by a call of ``install`` there, with the options here."""
 
     def __init__(self, install: Callable[[Settings], None], settings: Settings) -> None:
-        self._install, self._settings = install, settings
+        self._install = install
+        self._settings = settings
 
     def __reduce__(self) -> tuple[Any, ...]:
         shared = {name: value for name, value in self._settings.options.items() if name not in _OF_THIS_PROCESS}
@@ -173,7 +176,8 @@ class _Installation:
 
     def begin(self) -> list[str]:
         """Replace what is loaded, and watch for the rest; return the places, none if all were replaced before."""
-        is_first, before = not self.is_on, len(self._replaced)
+        is_first = not self.is_on
+        before = len(self._replaced)
         if is_first:
             sys.meta_path.insert(0, self._hook)
         for name in _OURS:

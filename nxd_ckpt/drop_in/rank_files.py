@@ -77,7 +77,8 @@ def save(
         return
     if not functions.settings.options.get("trust_pickle"):
         checkpoint = functions.readable(checkpoint, "checkpoint")
-    topology, storage = _topology(), LocalStorage(output_dir, functions.settings.options.get("durable", True))
+    topology = _topology()
+    storage = LocalStorage(output_dir, functions.settings.options.get("durable", True))
     agreement = _meet(topology, f"save to {output_dir}")
     decided_by_rank0(agreement, lambda: _begin(storage))
     writes = not master_dp_only or topology.dp_rank == 0
@@ -125,7 +126,8 @@ def load(
             chkpt_path, model_or_optimizer=target, model_key=model_key, load_xser=load_xser, sharded=False,
             strict=strict, master_dp_only=master_dp_only, weights_only=weights_only,
         )  # fmt: skip
-    topology, storage = _topology(), LocalStorage(chkpt_path)
+    topology = _topology()
+    storage = LocalStorage(chkpt_path)
     agreement = _meet(topology, f"load of {chkpt_path}")
     decided_by_rank0(agreement, lambda: _finish(storage))
     content = on_all(agreement, lambda: _read(storage, _name(topology, master_dp_only)))
@@ -146,7 +148,8 @@ def remove(path: StrPath) -> None:
     if _topology().rank != 0:
         return
     folder, _, name = os.path.abspath(path).rpartition("/")
-    storage, hidden = LocalStorage(folder), f".{name}.removed"
+    storage = LocalStorage(folder)
+    hidden = f".{name}.removed"
     storage.remove(hidden)
     with suppress(FileNotFoundError):
         storage.rename(name, hidden)

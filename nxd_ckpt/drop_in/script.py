@@ -18,7 +18,8 @@ def run(command: Sequence[str]) -> None:
     Not by runpy, which takes ``__main__`` away when the program returns: exit hooks may still need it.
     """
     main: Any = ModuleType("__main__")
-    main.__builtins__, main.__cached__ = builtins, None
+    main.__builtins__ = builtins
+    main.__cached__ = None
     if command[0] == "-m":
         sys.argv = [*command[1:]]
         _import_from(os.getcwd())
@@ -39,7 +40,8 @@ def _import_from(directory: str) -> None:
 
 def _prepare_script(main: Any, path: str) -> CodeType:
     """Give ``main`` the attributes of a script's module; return its code."""
-    main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
     code: CodeType = main.__loader__.source_to_code(main.__loader__.get_data(path), path)
     return code
 
@@ -52,6 +54,9 @@ def _prepare_module(main: Any, name: str) -> CodeType:
     code: CodeType | None = spec and spec.loader.get_code(spec.name)
     if code is None:
         raise ModuleNotFoundError(f"no module {name!r} that can be run", name=name)
-    main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
-    main.__file__, main.__cached__ = spec.origin, spec.cached
+    main.__spec__ = spec
+    main.__loader__ = spec.loader
+    main.__package__ = spec.parent
+    main.__file__ = spec.origin
+    main.__cached__ = spec.cached
     return code

@@ -213,7 +213,8 @@ def _patch_torch_xla(world: World) -> None:
     for name, primitive in (routed | unrouted_primitives(dir(_XLAC), list(routed))).items():
         # Not to be traced into, as the native ones are not: torch.compile breaks its graph around the call.
         setattr(_XLAC, name, torch._dynamo.disable(primitive))
-    xr._WORLD_SIZE, xr._ORDINAL = world.size, world.rank
+    xr._WORLD_SIZE = world.size
+    xr._ORDINAL = world.rank
     xr.use_spmd = _refuse_spmd
     xm.xla_rendezvous = _rendezvous(world)
     # Gone from recent releases, still called by scripts written for torch-xla before 2.7.

@@ -122,7 +122,8 @@ def moved_counters(before: Progress, after: Progress) -> dict[str, tuple[int, in
     moved: dict[str, tuple[int, int]] = {}
     for where, values_before, values_after in _values(before, after):
         for name, value in values_before.items():
-            was, now = whole_number(value), whole_number(values_after.get(name))
+            was = whole_number(value)
+            now = whole_number(values_after.get(name))
             if was is None or now is None or not _counts_steps(name):
                 continue
             rate = max(1, -(-was // before.step)) if before.step else 1
@@ -160,7 +161,8 @@ def _no_step(before: Progress, after: Progress) -> Finding:
 def _scale_fell(before: Progress, after: Progress) -> bool:
     """Return whether a loss scaler lowered its scale: it does so when it skips a step."""
     for name, value in before.values.items():
-        was, now = _real(value), _real(after.values.get(name))
+        was = _real(value)
+        now = _real(after.values.get(name))
         if _words(name) & {"scale"} and was is not None and now is not None and now < was:
             return True
     return False
@@ -229,7 +231,8 @@ def _positions(
     where: str, before: Mapping[str, Any], after: Mapping[str, Any], steps: tuple[int, int]
 ) -> Iterator[Finding]:
     for name in before:
-        was, now = whole_number(before[name]), whole_number(after.get(name))
+        was = whole_number(before[name])
+        now = whole_number(after.get(name))
         if not _is_position(name) or was is None or now is None or was <= 0 or was % steps[0]:
             continue
         if now == was and name.startswith(("scheduler/", "optim/")):  # a setting; their counts are checked elsewhere

@@ -77,7 +77,8 @@ class _TensorComparison:
         self._b = b
         self._full = full
         self.names = [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if is_selected(name)]
-        self.same_digests, self.done = 0, Counter()
+        self.same_digests = 0
+        self.done = Counter()
         self._by_name = {name: _Pair() for name in self.names if name in a.tensors and name in b.tensors}
         self._pairs = [matched for name, pair in self._by_name.items() for matched in self._plan(name, pair)]
 
@@ -103,7 +104,8 @@ class _TensorComparison:
                 yield difference
 
     def _difference(self, name: str, tolerance: float | None) -> TensorDifference | None:
-        a, b = self._a.tensors.get(name), self._b.tensors.get(name)
+        a = self._a.tensors.get(name)
+        b = self._b.tensors.get(name)
         pair = self._by_name.get(name)
         if a is None or b is None or pair is None:
             return TensorDifference(name, a, b)
@@ -141,10 +143,12 @@ class _TensorComparison:
         except PartLost:
             raise
         except (IncompatibleState, PartNotFound):
-            sizes_a, sizes_b = self._a.opened.topology, self._b.opened.topology
+            sizes_a = self._a.opened.topology
+            sizes_b = self._b.opened.topology
             if (sizes_a.tp, sizes_a.ep) != (sizes_b.tp, sizes_b.ep):
                 raise
-            a, b = self._a.leaves_by_rank(name), self._b.leaves_by_rank(name)
+            a = self._a.leaves_by_rank(name)
+            b = self._b.leaves_by_rank(name)
             if len(a) != len(b):  # other ZeRO-1 shards
                 raise
         # Expert-parallel ranks hold what is not an expert's in one file: that is compared once.
@@ -167,7 +171,8 @@ def _parts(leaf: Assembly) -> list[tuple[object, ...]] | None:
     """Return a description that is equal for equal tensors; None if files lack digests."""
     parts: list[tuple[object, ...]] = []
     for fragment in sorted(leaf.fragments, key=lambda fragment: fragment.target):
-        stub, record = fragment.stub, fragment.stub.storage
+        stub = fragment.stub
+        record = fragment.stub.storage
         if record.crc32 is None:
             return None
         begin = stub.offset - record.offset

@@ -106,7 +106,8 @@ def examine_alone(checkpoint: Checkpoint, error: CheckpointError, *, progress: b
 
 class _Doctor:
     def __init__(self, before: Checkpoint | None, after: Checkpoint) -> None:
-        self._before, self._after = before, after
+        self._before = before
+        self._after = after
         self._unread: dict[str, str] = {}
         self._was = None if before is None else self._progress(before)
         self._is = self._progress(after)
@@ -114,7 +115,8 @@ class _Doctor:
             self._was = replace(self._was, of_ranks={})  # no rank of then is one of now
 
     def result(self, progress: bool) -> Examination:
-        whole, unexamined = self._after.whole, dict[str, str]()
+        whole = self._after.whole
+        unexamined = dict[str, str]()
         leaves = leaves_of(whole, unexamined)
         counts = count_leaves(whole, leaves, "doctor", progress)
         findings = _merged(
@@ -201,7 +203,8 @@ def _where(tag: Checkpoint | None) -> str | None:
 
 
 def _lost_parts(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
-    was, now = before.parts, after.parts
+    was = before.parts
+    now = after.parts
     if was.optimizer and not now.optimizer:
         yield problem("parts", "optimizer", "the tag before has an optimizer, this one has none")
     if was.scheduler and not now.scheduler:
@@ -252,7 +255,8 @@ def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]
     for at in _writers(opened):
         prefix = f"#{at.pp_rank}." if opened.topology.pp > 1 else "#"
         try:
-            tree, names = opened.optimizer_tree(at), opened.optimizer_names(at)
+            tree = opened.optimizer_tree(at)
+            names = opened.optimizer_names(at)
             slots = saved_optimizer(tree, names, prefix, lambda name: None, opened.where).slots
         except PartLost:
             raise
@@ -270,7 +274,8 @@ def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]
 
 def _writers(opened: OpenTag) -> list[Coordinates]:
     """Return one rank for each file of the optimizer."""
-    kind, sizes = opened.parts.optimizer, opened.topology
+    kind = opened.parts.optimizer
+    sizes = opened.topology
     if kind is None:
         return []
     if opened.manifest is not None and opened.manifest.leaders is not None:

@@ -59,7 +59,8 @@ def report_document(
     """
     directory, only = locate(path, None, options)
     listing, open_tags = opened_document(directory, only, options)
-    tags, storage = listing["tags"], open_storage(directory, storage_options=options)
+    tags = listing["tags"]
+    storage = open_storage(directory, storage_options=options)
     document: dict[str, Any] = {"directory": listing["directory"], "tags": tags, **_nothing()}
     opened = {
         tag["tag"]: open_tags[tag["tag"]] for tag in tags if tag["tag"] in open_tags and not tag["problems"]
@@ -294,7 +295,8 @@ def _value_problems(statistics: Mapping[str, StatisticsByName], reported: Collec
 
     Those ``reported`` already of the newest tag are left out.
     """
-    problems, newest = [], [*statistics][-1] if statistics else None
+    problems = []
+    newest = [*statistics][-1] if statistics else None
     bad = {tag: names for tag, tensors in statistics.items() if (names := not_finite(tensors))}
     between = f"; so are {len(bad) - 2} tags between" if len(bad) > 2 else ""
     first = next(iter(bad), None)
@@ -365,8 +367,10 @@ def _stragglers(tags: Sequence[OpenTag]) -> Iterator[dict[str, Any]]:
     phases = _phases(tags[-1]) if tags else ()
     if not phases or late[-1] is None:
         return
-    rank, median = late[-1], median_low(phase.write_seconds for phase in phases)
-    phase, always = phases[rank], len(late) >= _ALWAYS and set(late[-_ALWAYS:]) == {rank}
+    rank = late[-1]
+    median = median_low(phase.write_seconds for phase in phases)
+    phase = phases[rank]
+    always = len(late) >= _ALWAYS and set(late[-_ALWAYS:]) == {rank}
     yield _problem(
         f"the last {_ALWAYS} saves" if always else tags[-1].tag,
         f"{'always ' if always else ''}waited for rank {rank} on {phase.host}: it wrote {size(phase.nbytes)} in "

@@ -58,10 +58,13 @@ def chart(
     ``at`` are the places on the x axis, ascending, ``names`` their names; ``text`` formats a label of the y axis.
     """
     values = [value for line in series for value in line.values if value is not None]
-    low, high = (min(values, default=0.0), max(values, default=1.0))
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     ticks = _ticks(0.0 if from_zero else low, high)
-    bottom, top = min(ticks[0], low), max(ticks[-1], high)
-    first, width = at[0], (at[-1] - at[0]) or 1.0
+    bottom = min(ticks[0], low)
+    top = max(ticks[-1], high)
+    first = at[0]
+    width = (at[-1] - at[0]) or 1.0
     xs = [_percent((place - first) / width) if len(at) > 1 else 50.0 for place in at]
 
     def y(value: float) -> float:
@@ -127,7 +130,9 @@ def sparkline(values: Sequence[float | None]) -> str:
     points = [value for value in values[::-1][::every][::-1] if value is not None]
     if len(points) < 2:
         return ""
-    low, span, step = min(points), (max(points) - min(points)) or 1.0, 80 / (len(points) - 1)
+    low = min(points)
+    span = (max(points) - min(points)) or 1.0
+    step = 80 / (len(points) - 1)
     return " ".join(f"{step * at:.0f},{15 - 14 * (value - low) / span:.0f}" for at, value in enumerate(points))
 
 
@@ -246,7 +251,8 @@ def _metric(name: str, tags: Sequence[Document]) -> dict[str, Any]:
     title: dict[str, Any] = {"name": name, "missing": missing, "text": "never finite", "chart": None}
     if not finite:
         return title
-    first, last = values[finite[0]], values[finite[-1]]
+    first = values[finite[0]]
+    last = values[finite[-1]]
     low, high = (pick(finite, key=lambda place: values[place]) for pick in (min, max))
     went = "fell" if last < first else "rose" if last > first else "stayed"
     title["text"] = f"{went} from {_number(first)} to {_number(last)}" if went != "stayed" else f"is {_number(last)}"

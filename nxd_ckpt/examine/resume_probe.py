@@ -91,7 +91,8 @@ class ResumeProbe:
         Raises:
             CheckpointError: the errors of a load of these objects.
         """
-        chosen, compared = options_of(LoadOptions, options), Counter()
+        chosen = options_of(LoadOptions, options)
+        compared = Counter()
         where = topology or default_topology()
         settled = chosen.settled(reads_are_cheap=False)
         request = LoadRequest(where, SingleProcessAgreement(), model, optimizer, scheduler, settled)
@@ -99,7 +100,8 @@ class ResumeProbe:
         for finding in findings:
             logger.warning("%s: %s: %s", checkpoint.opened.where, finding.what, finding.message)
         if losses is not None:
-            self._losses, self._is_first = deque(losses, maxlen=_LOSSES), True
+            self._losses = deque(losses, maxlen=_LOSSES)
+            self._is_first = True
         return Examination(checkpoint.opened.where, None, None, None, tuple(findings), 0, compared.nbytes, ())
 
     def saw(self, loss: float) -> Finding | None:
@@ -121,7 +123,8 @@ class ResumeProbe:
             return problem("loss", "loss", f"expected a number, found {loss}") if finite else None
         if len(finite) < _ENOUGH:
             return None
-        low, high = min(finite), max(finite)
+        low = min(finite)
+        high = max(finite)
         slack = _BEYOND * (high - low)
         if low - slack <= loss <= high + slack:
             return None

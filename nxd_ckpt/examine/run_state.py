@@ -49,7 +49,8 @@ def resume_line(
     if not fit:
         why = f"{units.count(len(complete), 'complete tag')}, none is sound" if complete else "no complete tag"
         return StateLine("bad", "Nothing to resume from", note or why)
-    best, others = fit[-1]["tag"], len(tags) - len(fit)
+    best = fit[-1]["tag"]
+    others = len(tags) - len(fit)
     is_known = best in looked_at
     title = f"{'Resume from' if is_known else 'Last complete tag:'} {best or 'the directory itself'}"
     unseen = "" if is_known else "; its bytes and values were not looked at"
@@ -69,7 +70,8 @@ def age_line(tags: Tags, saves: Sequence[Mapping[str, Any]] = ()) -> StateLine |
     dated = [tag for tag in tags if tag["complete"] and tag["age_seconds"] is not None]
     if not dated:
         return None
-    seconds, title = dated[-1]["age_seconds"], f"Saved {units.duration(dated[-1]['age_seconds'])} ago"
+    seconds = dated[-1]["age_seconds"]
+    title = f"Saved {units.duration(dated[-1]['age_seconds'])} ago"
     running = [name_of(save) for save in saves if not save["is_dead"]]
     if running:
         return StateLine("good", title, f"{running[-1]} is being saved")
@@ -96,7 +98,8 @@ def failure_line(restart: Restart | None, saves: Sequence[Mapping[str, Any]], la
     if restart.lost is None:
         return StateLine("warning", "Restarted", f"{passed}; its usual time is not known")
     usual = units.duration(restart.seconds - restart.lost)
-    title, text = f"{units.duration(restart.lost)} lost at the last restart", f"{passed}, which usually takes {usual}"
+    title = f"{units.duration(restart.lost)} lost at the last restart"
+    text = f"{passed}, which usually takes {usual}"
     return StateLine("warning" if restart.lost > restart.seconds / 2 else "good", title, text)
 
 

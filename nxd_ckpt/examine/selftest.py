@@ -227,7 +227,8 @@ class _Run:
             if time.monotonic() > deadline or UNUSABLE in codes:
                 break
             if set(codes) - expected:
-                deadline, expected = min(deadline, time.monotonic() + _GRACE), {*codes, *expected, *range(-64, 256)}
+                deadline = min(deadline, time.monotonic() + _GRACE)
+                expected = {*codes, *expected, *range(-64, 256)}
             time.sleep(0.05)
         words = ("did not end" if code is None else f"ended with code {code}" for code in codes)
         return ", ".join(f"rank {rank} {ended}" for rank, ended in zip(self.ranks, words, strict=True))

@@ -108,7 +108,8 @@ def count_leaves(
                 nbytes += leaf.nbytes
                 if nbytes > _AHEAD:
                     reader.wait(requested)
-                    requested, nbytes = reader.requested, 0
+                    requested = reader.requested
+                    nbytes = 0
         reader.finish()
     return {name: Summary.of_all(leaf.summary for leaf in leaves).statistics for name, leaves in counts.items()}
 
@@ -122,7 +123,8 @@ class _LeafCount:
     def __init__(self) -> None:
         self.summary = Summary()
         self._lock = effects.Lock()
-        self._next, self._waiting = 0, dict[int, list[Summary]]()
+        self._next = 0
+        self._waiting = dict[int, list[Summary]]()
 
     def add(self, number: int, values: list[torch.Tensor]) -> None:
         """Count a part, and add it once all parts before it are. Thread-safe."""

@@ -88,7 +88,8 @@ def statistics_text(save: str | None, statistics: StatisticsByName) -> str:
 
 def _statistics(numbers: Any) -> TensorStatistics:
     """Parse one tensor's numbers. Raises ValueError or TypeError for implausible ones."""
-    counts, measures = numbers[:_COUNTS], [nan if number is None else float(number) for number in numbers[_COUNTS:]]
+    counts = numbers[:_COUNTS]
+    measures = [nan if number is None else float(number) for number in numbers[_COUNTS:]]
     mean, norm, absmax = measures
     counted = {*map(type, counts)} == {int} and min(counts) >= 0 and sum(counts[1:]) <= counts[0] <= _MOST
     if not (counted and not isinf(mean) and 0 <= norm < inf and 0 <= absmax < inf):

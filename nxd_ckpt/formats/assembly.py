@@ -57,7 +57,8 @@ def _order(fragment: Fragment) -> tuple[int, ...] | None:
 
 def blocks_of(fragment: Fragment) -> Iterator[int]:
     """Yield the digest blocks of the fragment's bytes, numbered within the record of its stub, ascending."""
-    stub, size = fragment.stub, itemsize(fragment.stub.dtype)
+    stub = fragment.stub
+    size = itemsize(fragment.stub.dtype)
     if not stub.is_contiguous:
         order = stub.storage_order
         whole = range(-(-stub.storage.nbytes // CRC_BLOCK))
@@ -65,7 +66,8 @@ def blocks_of(fragment: Fragment) -> Iterator[int]:
         return
     if not fragment.source.numel:
         return
-    begin, following = stub.offset - stub.storage.offset, 0
+    begin = stub.offset - stub.storage.offset
+    following = 0
     # No block lies in a gap that is shorter; rows of many experts would be counted one by one.
     _, starts, length = _groups(fragment, CRC_BLOCK - 1)
     for start in starts:
@@ -81,8 +83,11 @@ def _groups(fragment: Fragment, gap: int) -> tuple[int, Iterator[int], int]:
     A group has all of the innermost dimensions. Returned are the number of the others, each group's first element,
     ascending, and the distance from there to the end of its last.
     """
-    box, strides, most = fragment.source, contiguous_stride(fragment.stub.shape), gap // itemsize(fragment.stub.dtype)
-    dim, length = len(strides), 1
+    box = fragment.source
+    strides = contiguous_stride(fragment.stub.shape)
+    most = gap // itemsize(fragment.stub.dtype)
+    dim = len(strides)
+    length = 1
     while dim and (box.size[dim - 1] == 1 or strides[dim - 1] - length <= most):
         dim -= 1
         length += (box.size[dim] - 1) * strides[dim]
@@ -109,7 +114,8 @@ def _direct_run(fragment: Fragment, target: torch.Tensor) -> DirectRun | None:
 
 def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
     """Yield the fragment, from `as_stored`, in parts of at most about `SLAB` bytes, with the gaps that are read."""
-    stub, source = fragment.stub, fragment.source
+    stub = fragment.stub
+    source = fragment.source
     if not stub.is_contiguous:
         yield fragment
         return
@@ -124,7 +130,8 @@ def slabs_of(fragment: Fragment) -> Iterator[Fragment]:
 
 def run_of_block(stub: TensorStub, block: int) -> tuple[int, int]:
     """Return the range of elements (start, stop) of the contiguous stub whose bytes are in a block of its record."""
-    begin, size = stub.offset - stub.storage.offset, itemsize(stub.dtype)
+    begin = stub.offset - stub.storage.offset
+    size = itemsize(stub.dtype)
     start, stop = ((at * CRC_BLOCK - begin) // size for at in (block, block + 1))
     return max(start, 0), min(stop, stub.numel)
 
@@ -158,7 +165,8 @@ def elements_in(fragment: Fragment, block: int, memory: memoryview) -> list[torc
 def _cut(fragment: Fragment, block: int, memory: memoryview) -> Iterator[tuple[Fragment, torch.Tensor]]:
     """Yield the parts of the fragment in the block, with the elements of each."""
     stub = fragment.stub
-    elements, strides = _elements(stub, block, memory), contiguous_stride(stub.shape)
+    elements = _elements(stub, block, memory)
+    strides = contiguous_stride(stub.shape)
     start, stop = run_of_block(stub, block)
     for piece in fragments_in(fragment, start, stop):
         first = sum(offset * stride for offset, stride in zip(piece.source.offset, strides, strict=True)) - start
@@ -174,7 +182,9 @@ def _elements(stub: TensorStub, block: int, memory: memoryview) -> torch.Tensor:
 
 def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
     """Read one of `slabs_of` into its place in ``out``."""
-    stub, source, target = slab.stub, slab.source, box_of(out, slab.target)
+    stub = slab.stub
+    source = slab.source
+    target = box_of(out, slab.target)
     if not stub.is_contiguous:  # never in our files: a view that torch.save stored unchanged
         whole = read_tensor(lambda offset, memory: read(stub.file, [(offset, memory)]), stub)
         copy_values(target, box_of(whole, source))
@@ -184,9 +194,11 @@ def read_part(slab: Fragment, out: torch.Tensor, read: ReadRanges) -> None:
         read(stub.file, [run])
         return
     dim, starts, length = _groups(slab, _GAP)
-    outer, size = source.size[:dim], itemsize(stub.dtype)
+    outer = source.size[:dim]
+    size = itemsize(stub.dtype)
     scratch = allocated((*outer, length), stub.dtype)
-    memory, nbytes = byte_view(scratch), length * size
+    memory = byte_view(scratch)
+    nbytes = length * size
     ranges = [
         (stub.offset + start * size, memory[number * nbytes : (number + 1) * nbytes])
         for number, start in enumerate(starts)

@@ -65,7 +65,8 @@ def _x_to_two_to(k: int) -> int:
 @lru_cache(maxsize=65536)
 def _x_to_bytes(nbytes: int) -> int:
     """Return x^(8 * nbytes) mod P, the factor of a CRC for ``nbytes`` more bytes."""
-    power, k = _ONE, 3
+    power = _ONE
+    k = 3
     while nbytes:
         if nbytes & 1:
             power = _multiply(_x_to_two_to(k), power)

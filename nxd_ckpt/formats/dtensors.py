@@ -56,7 +56,8 @@ class _Record(Inert):
     __slots__ = ("fields", "kind", "values")
 
     def __init__(self, kind: str, *values: Any) -> None:
-        self.kind, self.values = kind, values
+        self.kind = kind
+        self.values = values
         self.fields: dict[str, Any] = {}
 
     def __setstate__(self, state: Any) -> None:
@@ -73,7 +74,8 @@ class SubclassRebuilder(Inert):
     def rebuild(self, state: Any) -> DTensorPart:
         """Return the local tensor in a DTensor's state. Raises MalformedFile, UnsupportedState."""
         slots = state[1] if isinstance(state, tuple) else state
-        spec, local = slots["_spec"].fields, slots["_local_tensor"]
+        spec = slots["_spec"].fields
+        local = slots["_local_tensor"]
         mesh = spec["mesh"].fields
         if not isinstance(local, TensorStub):
             raise UnsupportedState(f"the local tensor of a DTensor is {shown(local)}; only plain ones are read")
@@ -104,7 +106,8 @@ def _mesh(shape: tuple[int, ...]) -> Mesh:
 
 
 def _placement(record: Any) -> Placement:
-    kind, fields = record.kind, record.fields
+    kind = record.kind
+    fields = record.fields
     if kind == "Replicate":
         return None
     if kind not in ("Shard", "_StridedShard"):

@@ -65,7 +65,8 @@ class NumpyDtype(StandIn):
             raise UnsafePickle(
                 f"numpy dtype {shown(code)} is not plain numbers or text (objects, records and dates are refused)"
             )
-        self._code, self._order = code, "="
+        self._code = code
+        self._order = "="
 
     def __setstate__(self, state: object) -> None:
         """Take the byte order from (version, byte order, subarray, names, fields, ...)."""

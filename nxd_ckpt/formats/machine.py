@@ -110,7 +110,8 @@ class Machine(_Machine):  # type: ignore[misc]
         self._top((list, deque)).extend(items)
 
     def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
+        value = self.stack.pop()
+        key = self.stack.pop()
         target = self._top(dict)
         if type(key) is not str:
             self._check_keys(target, (key,))
@@ -121,7 +122,8 @@ class Machine(_Machine):  # type: ignore[misc]
         self._set(self._top(dict), items)
 
     def load_dict(self) -> None:
-        items, new = self.pop_mark(), dict[Any, Any]()
+        items = self.pop_mark()
+        new = dict[Any, Any]()
         self._set(new, items)
         self.append(new)
 

@@ -96,7 +96,8 @@ _LINE = 64
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` to ``target`` for every dtype; if torch has no kernel, copy the bytes."""
     if target.dtype == source.dtype and target.dtype in _WITHOUT_KERNELS:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
+        target = target.view(torch.uint8)
+        source = source.view(torch.uint8)
     if target.is_cpu and source.is_cpu and target.shape == source.shape and source.numel() >= _LARGE:
         _copy(target.squeeze(), source.squeeze())
     else:
@@ -136,7 +137,8 @@ def repeats(values: torch.Tensor, of: torch.Tensor) -> bool:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.dim() > 1 and source.stride(-1) != 1:
-        target, source = target.mT, source.mT
+        target = target.mT
+        source = source.mT
     if source.dim() < 2 or source.shape[-2:].numel() < _LARGE or not _has_distant_columns(target, source):
         target.copy_(source)
     elif source.dim() == 2:

@@ -47,8 +47,10 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of the ordinary and of the expert optimizer, each with indices from 0."""
-    groups, first = saved["param_groups"], saved["ep_param_group_offset"]
-    ordinary, experts = {"param_groups": groups[:first]}, {"param_groups": groups[first:]}
+    groups = saved["param_groups"]
+    first = saved["ep_param_group_offset"]
+    ordinary = {"param_groups": groups[:first]}
+    experts = {"param_groups": groups[first:]}
     for section in ("base_state", "shape_info", MASTERS):
         if section in saved:
             entries = saved[section].items()

@@ -62,7 +62,8 @@ class _StorageReference:
 
     def __init__(self, key: str, tensor: Any, dtype: torch.dtype, numel: int) -> None:
         kind, legacy = _storage_class(dtype)
-        self.tensor, self.nbytes = tensor, numel * dtype.itemsize
+        self.tensor = tensor
+        self.nbytes = numel * dtype.itemsize
         self.persistent_id = ("storage", kind, key, "cpu", numel if legacy else self.nbytes)
 
 
@@ -84,7 +85,8 @@ class _Pickler(pickle.Pickler):
         self, file: io.BytesIO, tensor_key: Callable[[Any], Hashable], stride_of: Callable[[Any], Stride | None]
     ) -> None:
         super().__init__(file, protocol=PROTOCOL)
-        self._tensor_key, self._stride_of = tensor_key, stride_of
+        self._tensor_key = tensor_key
+        self._stride_of = stride_of
         self.storages: dict[Hashable, _StorageReference] = {}
 
     def persistent_id(self, obj: Any) -> Any:
@@ -112,7 +114,8 @@ class _Pickler(pickle.Pickler):
         args: tuple[Any, ...] = (storage, 0, shape, contiguous_stride(shape), False, _NoHooks())
         rebuild: Callable[..., Any] = _rebuild_tensor_v2
         if storage.persistent_id[1] is torch.UntypedStorage:
-            rebuild, args = _rebuild_tensor_v3, (*args, dtype)
+            rebuild = _rebuild_tensor_v3
+            args = (*args, dtype)
         stride = self._stride_of(tensor)
         if stride is None:
             return rebuild, args
@@ -161,7 +164,8 @@ def renamed(pickled: bytes, names: Mapping[type, str]) -> bytes:
     A pickle names a class once, at its first use. Only opcodes are replaced, because user data may have the same text.
     """
     left = {f"{kind.__module__} {kind.__qualname__}": name for kind, name in names.items()}
-    parts, begin = list[bytes](), 0
+    parts = list[bytes]()
+    begin = 0
     for opcode, name, at in pickletools.genops(pickled):
         if opcode.name == "GLOBAL" and name in left and at is not None:
             parts += [pickled[begin:at], b"c%s\n" % left.pop(name).replace(" ", "\n").encode()]

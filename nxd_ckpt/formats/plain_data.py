@@ -23,7 +23,8 @@ def check_picklable_as_data(obj: Any, name: str = "object") -> None:
     """Raise UnsafePickle, naming class and place, if loading ``obj`` would need ``trust_pickle=True``."""
     why = _refusal(obj)
     if why is not None:
-        node, path = obj, name
+        node = obj
+        path = name
         with suppress(RecursionError):  # nested too deeply to look further
             node, path, why = _culprit(obj, name, why, {id(obj)})
         kind = node if isinstance(node, type) else type(node)

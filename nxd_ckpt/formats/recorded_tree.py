@@ -150,7 +150,8 @@ def _tree(element: Any, make: Make, depth: int) -> Any:
         return tuple(children)
     if name not in ("dict", "OrderedDict") or len(children) % 2:
         raise MalformedFile(f"its recorded tree has {shown(name)} with {len(parts)} parts")
-    keys, values = children[::2], children[1::2]
+    keys = children[::2]
+    values = children[1::2]
     Keys().check(keys)
     pairs = zip(keys, values, strict=True)
     made: dict[Any, Any] = OrderedDict(pairs) if name == "OrderedDict" else dict(pairs)

@@ -115,7 +115,8 @@ def _path(kind: type[pathlib.PurePath]) -> Call:
 
 def _torch_version(text: object = "") -> str:
     """Return torch's own text, which compares with versions; plain text in a process without torch."""
-    plain, torch = _of(str, text, "TorchVersion"), sys.modules.get("torch")
+    plain = _of(str, text, "TorchVersion")
+    torch = sys.modules.get("torch")
     return plain if torch is None else torch.torch_version.TorchVersion(plain)
 
 
@@ -175,7 +176,8 @@ def _check_nesting(key: Any) -> int:
     """
     if not isinstance(key, (tuple, frozenset)):
         return 1
-    values, nodes = 0, [key]
+    values = 0
+    nodes = [key]
     while nodes:
         node = nodes.pop()
         values += len(node)

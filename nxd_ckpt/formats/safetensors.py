@@ -121,7 +121,8 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> Safet
     ordered = sorted(tensors, key=lambda form: (-itemsize(form.dtype), form.name))
     room = _digits([0] * (1 + sum(crc32.count_blocks(form.nbytes) for form in ordered)))
     header: dict[str, Any] = {METADATA: {DIGESTS: room.decode(), **metadata}}
-    at, storages = 0, []
+    at = 0
+    storages = []
     for form in ordered:
         if form.name == METADATA:
             raise UnsupportedState(
@@ -229,7 +230,9 @@ def _parse(pread: Pread, size: int, file: str) -> tuple[dict[str, Any], int]:
 def _span(name: str, about: Any, file: str) -> _Span:
     if not isinstance(about, dict) or not {"dtype", "shape", "data_offsets"} <= set(about):
         raise _malformed(file, f"tensor {shown(name)}: expected dtype, shape and data_offsets, found {shown(about)}")
-    dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    dtype = about["dtype"]
+    shape = about["shape"]
+    offsets = about["data_offsets"]
     if dtype in _OTHERS:
         raise UnsupportedState(
             f"{file}: tensor {shown(name)} is {dtype}, of which torch has no plain numbers; dequantize the model with "
@@ -238,7 +241,8 @@ def _span(name: str, about: Any, file: str) -> _Span:
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise _malformed(file, f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
     where = f"{file}: not a whole safetensors file: tensor {shown(name)}"
-    shape, offsets = check_form(shape, itemsize(_DTYPES[dtype]), where), check_sizes(offsets, where)
+    shape = check_form(shape, itemsize(_DTYPES[dtype]), where)
+    offsets = check_sizes(offsets, where)
     if len(offsets) != 2:
         raise _malformed(file, f"tensor {shown(name)}: data_offsets must be begin and end, found {shown(offsets)}")
     begin, end = offsets

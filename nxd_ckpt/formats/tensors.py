@@ -132,8 +132,10 @@ class Fragment:
 
     def without(self, dim: int) -> Fragment:
         """Return the fragment without a dimension along which it has a single element."""
-        stub, at = self.stub, slice(dim, dim + 1)
-        shape, stride = list(stub.shape), list(stub.stride)
+        stub = self.stub
+        at = slice(dim, dim + 1)
+        shape = list(stub.shape)
+        stride = list(stub.stride)
         offset = stub.offset + self.source.offset[dim] * stride[dim] * itemsize(stub.dtype)
         del shape[at], stride[at]
         inner = TensorStub(stub.file, offset, stub.dtype, tuple(shape), tuple(stride), stub.storage)
@@ -148,7 +150,8 @@ class Fragment:
 
     def unflattened(self, dim: int, sizes: tuple[int, ...]) -> Iterator[Fragment]:
         """Yield the fragment in parts, with the target's dimension ``dim`` as several of these sizes."""
-        first, length = self.target.offset[dim], self.target.size[dim]
+        first = self.target.offset[dim]
+        length = self.target.size[dim]
         start = first
         while start < first + length:
             stop = min(first + length, start - start % sizes[-1] + sizes[-1])
@@ -166,7 +169,8 @@ class Fragment:
 
     def is_whole(self, dtype: str, shape: tuple[int, ...]) -> bool:
         """Return whether the assembled tensor, of ``dtype`` and ``shape``, is simply the stored one."""
-        stub, whole = self.stub, Box.whole(shape)
+        stub = self.stub
+        whole = Box.whole(shape)
         return (stub.dtype, stub.shape) == (dtype, shape) and self.source == self.target == whole
 
     def moved(self, offset: tuple[int, ...]) -> Fragment:
@@ -242,7 +246,8 @@ class Assembly:
         if len(self.fragments) < _MANY or not self.shape:
             return self.fragments
         starts, order, longest = self._by_row
-        first, stop = window.offset[0], window.offset[0] + window.size[0]
+        first = window.offset[0]
+        stop = window.offset[0] + window.size[0]
         near = order[bisect_right(starts, first - longest) : bisect_left(starts, stop)]
         return [self.fragments[number] for number in sorted(near)]
 
@@ -345,7 +350,9 @@ class TensorReference:
         tid = state.get("tid")
         if type(tid) is not int or not 0 <= tid <= TENSOR_NBYTES:
             raise MalformedFile(f"a tensor reference must hold a non-negative integer `tid`, found {shown(tid)}")
-        self.tid, self.about, self.noted = tid, {}, {key: value for key, value in state.items() if key != "tid"}
+        self.tid = tid
+        self.about = {}
+        self.noted = {key: value for key, value in state.items() if key != "tid"}
         if isinstance(state.get("dtype"), torch_class("dtype")) and "shape" in state:
             self.about = {"dtype": state["dtype"], "shape": check_sizes(state["shape"], "a tensor reference")}
 
@@ -408,7 +415,8 @@ def _is_record(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], nbyt
 @lru_cache(maxsize=4096)
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a tight row-major tensor of ``shape``."""
-    strides, step = [], 1
+    strides = []
+    step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
@@ -496,7 +504,8 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
     Leaves are passed depth first, dicts in their order. Containers keep their type, and one that occurs twice is copied
     once; other values are shared.
     """
-    leaves, copies = leaves or tensor_types(), dict[int, Any]()
+    leaves = leaves or tensor_types()
+    copies = dict[int, Any]()
 
     def walk(node: Any) -> Any:
         if isinstance(node, leaves):

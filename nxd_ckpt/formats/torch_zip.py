@@ -27,7 +27,8 @@ def read_directory(pread: Pread, size: int, file: str, begins: Sequence[int] = (
     ``file`` names it in errors; ``begins`` goes to `read_records`. Raises MalformedFile.
     """
     records = read_records(pread, size, file, begins)
-    archives, directory = set[str](), dict[str, Record]()
+    archives = set[str]()
+    directory = dict[str, Record]()
     for record in records:
         archive, _, name = record.name.partition("/")
         archives.add(archive)

@@ -72,8 +72,11 @@ class JoinedImage(Image):
     @staticmethod
     def of(values: Iterable[Any]) -> JoinedImage:
         """Return the image of a file for each of ``values``. Raises the errors of `image_of`."""
-        archives, end = list(_images_of(values)), 0
-        storages, starts, first = list[StorageRecord](), list[int](), list[int]()
+        archives = list(_images_of(values))
+        end = 0
+        storages = list[StorageRecord]()
+        starts = list[int]()
+        first = list[int]()
         for archive in archives:
             start = -(-end // 64) * 64 if archive.storages else end  # so that tensors are aligned in memory
             end = start + archive.nbytes
@@ -90,7 +93,8 @@ class JoinedImage(Image):
     def header(self, index: int, crcs: Sequence[int]) -> tuple[int, bytes]:
         """Return (offset, bytes) before storage ``index``, with the end of a file and whole files without tensors."""
         number = self._archive_of(index)
-        first, start = self._first[number], self._starts[number]
+        first = self._first[number]
+        start = self._starts[number]
         offset, header = self._archives[number].header(index - first, crcs[first : index + 1])
         if index > first:
             return start + offset, header

@@ -115,7 +115,8 @@ class _SavedStorage(Inert):
     __slots__ = ("dtype", "span")
 
     def __init__(self, dtype: str, span: StorageSpan) -> None:
-        self.dtype, self.span = dtype, span
+        self.dtype = dtype
+        self.span = span
 
 
 class _StorageClass(Inert):
@@ -180,7 +181,9 @@ class _Parts:
     def __init__(
         self, file: str, storages: Mapping[str, StorageSpan], leaf: Leaf, others: Mapping[tuple[str, str], Any]
     ) -> None:
-        self._file, self._storages, self._leaf = file, storages, leaf
+        self._file = file
+        self._storages = storages
+        self._leaf = leaf
         self._noted: strides.Stride | None = None  # of the tensor that is being rebuilt
         stored = sum(span.nbytes for span in storages.values())
         self._limit = self._left = limits.REPEATS * stored + limits.REPEATED_NBYTES
@@ -277,7 +280,9 @@ class _Parts:
             )
         if not _are_counts(shape) or not _are_counts(stride) or type(offset) is not int or offset < 0:
             raise MalformedFile(f"a tensor of offset {shown(offset)}, shape {shown(shape)} and stride {shown(stride)}")
-        shape, stride, size = tuple(shape), tuple(stride), itemsize(dtype)
+        shape = tuple(shape)
+        stride = tuple(stride)
+        size = itemsize(dtype)
         nbytes, last = _extent(shape, stride, size)
         end = offset + 1 + last if nbytes else 0
         if end * size > storage.span.nbytes:

@@ -59,12 +59,15 @@ def place(name: str, nbytes: int, cursor: int, alignment: int) -> Record:
 
 def local_header(record: Record, crc32: int) -> bytes:
     """Return everything from the record's header offset to its data, padding included."""
-    size, sizes = record.nbytes, b""
+    size = record.nbytes
+    sizes = b""
     if size >= FULL32:
-        size, sizes = FULL32, struct.pack("<2H2Q", ZIP64, 16, record.nbytes, record.nbytes)
+        size = FULL32
+        sizes = struct.pack("<2H2Q", ZIP64, 16, record.nbytes, record.nbytes)
     room = record.offset - record.header_offset - LOCAL.size - len(record.name) - len(sizes)
     padding = struct.pack("<2H", PADDING, room - 4).ljust(room, b"\0") if room else b""
-    name, extra = record.name.encode("ascii"), sizes + padding
+    name = record.name.encode("ascii")
+    extra = sizes + padding
     version = 45 if sizes else 20
     fixed = (version, 0, STORED, 0, NEW_YEAR_1980, crc32, size, size, len(name), len(extra))
     return LOCAL.pack(LOCAL_MARK, *fixed) + name + extra
@@ -96,7 +99,8 @@ def _needs64(records: Sequence[Record], nbytes: int) -> bool:
 def directory(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
     """Return the central directory and end marks that follow the data of the last record."""
     entries = b"".join(map(_entry, records, crcs))
-    count, offset = len(records), _directory_offset(records)
+    count = len(records)
+    offset = _directory_offset(records)
     numbers = (min(count, FULL16), min(count, FULL16), min(len(entries), FULL32), min(offset, FULL32))
     end = END.pack(END_MARK, 0, 0, *numbers, 0)
     if not _needs64(records, len(entries)):
@@ -109,7 +113,9 @@ def directory(records: Sequence[Record], crcs: Sequence[int]) -> bytes:
 def _entry(record: Record, crc32: int) -> bytes:
     wide = _wide(record)
     extra = struct.pack(f"<2H{len(wide)}Q", ZIP64, 8 * len(wide), *wide) if wide else b""
-    size, version, name = min(record.nbytes, FULL32), 45 if wide else 20, record.name.encode("ascii")
+    size = min(record.nbytes, FULL32)
+    version = 45 if wide else 20
+    name = record.name.encode("ascii")
     fixed = (version, version, 0, STORED, 0, NEW_YEAR_1980, crc32, size, size, len(name), len(extra))
     offset = min(record.header_offset, FULL32)
     return CENTRAL.pack(CENTRAL_MARK, *fixed, 0, 0, 0, 0, offset) + name + extra
@@ -147,7 +153,8 @@ def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ())
     by_begin = dict(_with_known_data(entries, offset, begins))
     rest = [entry for entry in entries if entry[0] not in by_begin]
     windows = _headers(pread, rest, offset, file)
-    records, before = [], 0
+    records = []
+    before = 0
     for entry in entries:
         record = by_begin.get(entry[0]) or _located(entry, *next(windows), file)
         if record.header_offset < before or record.end > offset:
@@ -240,7 +247,8 @@ _Entry = tuple[int, str, bytes, int, int]
 
 
 def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
-    at, names = 0, set[str]()
+    at = 0
+    names = set[str]()
     for _ in range(count):
         if not raw.startswith(CENTRAL_MARK, at) or at + CENTRAL.size > len(raw):
             raise malformed(file, f"its directory breaks off after {len(names)} of {count} entries")
@@ -296,7 +304,8 @@ def _headers(pread: Pread, entries: Sequence[_Entry], limit: int, file: str) -> 
 
     Headers no further apart than ``_MERGE`` share a read.
     """
-    begin, window = 0, b""
+    begin = 0
+    window = b""
     for index, (start, name, raw_name, _, _) in enumerate(entries):
         end = start + LOCAL.size + len(raw_name)
         if end > limit:

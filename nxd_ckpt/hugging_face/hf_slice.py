@@ -123,7 +123,8 @@ def partition_of(match: Match, shape: tuple[int, ...], sizes: Sizes, tp: int) ->
     Raises:
         TopologyMismatch: a member cannot be cut into ``tp`` equal parts.
     """
-    rule, expert = match.rule, match.rule.stacked is not None
+    rule = match.rule
+    expert = match.rule.stacked is not None
     if rule.dim is None or (tp == 1 and rule.units is None):
         return Partition(expert=expert)
     lengths = _lengths(match, shape, sizes)
@@ -131,7 +132,8 @@ def partition_of(match: Match, shape: tuple[int, ...], sizes: Sizes, tp: int) ->
         head_dim = length // sizes.get("kv_heads") if rule.interleaved else sizes.get("head_dim") if member.heads else 1
         count, what = (length // head_dim, "heads") if member.heads else (length, "elements")
         if rule.units is not None:
-            count, what = sizes.get(rule.units), sizes.key(rule.units)
+            count = sizes.get(rule.units)
+            what = sizes.key(rule.units)
             if length % count:
                 raise ShapeMismatch(
                     f"{member.name.text}: {length} elements cannot be {count} {what}; pass the model's own config.json"
@@ -180,7 +182,8 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
 
 def _places(rule: Rule, lengths: Sequence[int], sizes: Sizes) -> list[list[HeadRun]]:
     """Return the runs of each member along NxD's dimension."""
-    places, start = [], 0
+    places = []
+    start = 0
     if not rule.interleaved:
         for member, length in zip(rule.members, lengths, strict=True):
             places.append([run._replace(nxd=start + run.nxd) for run in _runs(member, length, sizes)])

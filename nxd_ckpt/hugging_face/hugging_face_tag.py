@@ -42,10 +42,12 @@ def laid_out(titan: TorchTitanNames, name: str, leaf: Assembly, sizes: Sizes) ->
 
 def fused(titan: TorchTitanNames, names: Sequence[str], leaves: Sequence[Assembly], sizes: Sizes) -> Assembly:
     """Return q, k and v, from `laid_out`, as one tensor: for each key-value head its query heads, then k, then v."""
-    groups, head_dim = sizes.get("kv_heads"), sizes.get("head_dim")
+    groups = sizes.get("kv_heads")
+    head_dim = sizes.get("head_dim")
     rows = (head_dim // 2, 2) if titan.has_pairs(names[0]) else (head_dim,)
     counts = [leaf.shape[0] // head_dim // groups for leaf in leaves]
-    parts, start = [], 0
+    parts = []
+    start = 0
     for leaf, count in zip(leaves, counts, strict=True):
         is_split = len(leaf.base.shape) > len(leaf.shape)
         heads = leaf.base.unflattened(0, (groups, count) if is_split else (groups, count, *rows))
@@ -92,7 +94,8 @@ class HuggingFaceTag(OpenTag):
 
     def __init__(self, opened: OpenTag, terms: HuggingFaceTerms) -> None:
         super().__init__(opened.storage, opened.tag, opened._layout, None, opened.identity)
-        self._opened, self._terms = opened, terms
+        self._opened = opened
+        self._terms = terms
         names = terms.param_names
         self._mapped = MappedTag(opened, terms.mapping, terms.sizes, master_weights=terms.optimizer, param_names=names)
         has_optimizer = terms.optimizer and opened.parts.optimizer is not None
@@ -170,7 +173,8 @@ class HuggingFaceTag(OpenTag):
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         if self._optimizer is None:
             raise PartNotFound(f"{self.where}: it was opened without an optimizer")
-        document, numbers = self._optimizer.document, dict[str, int]()
+        document = self._optimizer.document
+        numbers = dict[str, int]()
         groups = []
         for group in self.param_groups:
             own = range(len(numbers), len(numbers) + len(group["params"]))
@@ -210,7 +214,8 @@ class HuggingFaceTag(OpenTag):
 
     def _fused(self, names: tuple[str, str, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of q, k and v in one tensor, from that of each."""
-        titan, sizes = self._terms.torchtitan, self._terms.sizes
+        titan = self._terms.torchtitan
+        sizes = self._terms.sizes
         assert titan is not None
         entries = dict(state[names[0]])
         for key, leaf in entries.items():

@@ -215,7 +215,8 @@ class ImportedModel:
     @cached_property
     def stages(self) -> Sequence[Sequence[str]]:
         """Names of each pipeline stage."""
-        stages_, pp = self._target.stages, self._target.topology.pp
+        stages_ = self._target.stages
+        pp = self._target.topology.pp
         if stages_ is None:
             return self.staged(list(self.matches))
         if len(stages_) != pp:
@@ -260,7 +261,8 @@ class ImportedModel:
         return self._specs[key]
 
     def _spec(self, match: Match, topology: Topology) -> ParameterSpec:
-        rule, sizes = match.rule, self._target.sizes
+        rule = match.rule
+        sizes = self._target.sizes
         tied = self._target.mapping.ties_of(sizes)
         names = rule.names(match.numbers, sizes)
         stubs = [self._directory.tensor(name, tied) for name in names]

@@ -41,7 +41,9 @@ class MappedOptimizer:
     """
 
     def __init__(self, opened: OpenTag, mapped: MappedTag) -> None:
-        self._opened, self._mapped, self._saved = opened, mapped, mapped.named_optimizer()
+        self._opened = opened
+        self._mapped = mapped
+        self._saved = mapped.named_optimizer()
 
     @cached_property
     def tensors(self) -> list[HfTensor | PackedTensor]:
@@ -80,7 +82,8 @@ class MappedOptimizer:
                 slot = self._slots.get(tensor.source.name)
                 if slot is None:
                     continue
-                name, options = self._mapped.in_file(tensor.name), values.of(slot.options, "param_groups")
+                name = self._mapped.in_file(tensor.name)
+                options = values.of(slot.options, "param_groups")
                 scalars = {key: leaf for key, leaf in slot.entries.items() if _is_scalar(key, leaf, tensor.source)}
                 # Stages and experts number their groups separately; groups of one number and options are merged.
                 placement = ((slot.group, repr(options)), values.of(scalars, name))
@@ -171,7 +174,8 @@ class _PlainValues:
     """Conversion of an optimizer's plain state to JSON values; a tensor of one element becomes a number."""
 
     def __init__(self, where: str, reader: LeafReader) -> None:
-        self._where, self._reader = where, reader
+        self._where = where
+        self._reader = reader
 
     def of(self, value: Any, name: str) -> Any:
         """Return ``value`` as a JSON value. Raises UnsupportedState if it has none."""

@@ -122,7 +122,8 @@ def refuse_lost_values(
 
 
 def _refuse_unexplained(opened: OpenTag, name: str, tensor: HfTensor, padding: HfSlice, sizes: Sizes) -> None:
-    rule, rows = tensor.source.match.rule, tensor.source.match.rule.members[0].rows
+    rule = tensor.source.match.rule
+    rows = tensor.source.match.rule.members[0].rows
     if rows is None or rule.dim is None:
         return
     if not is_rounded(tensor.source.shape[rule.dim], sizes.get(rows), opened.topology.tp):
@@ -144,7 +145,8 @@ def _described(opened: OpenTag, name: str, tensor: HfTensor, padding: HfSlice, s
 
 
 def _range(tensor: HfTensor, padding: HfSlice) -> str:
-    box, dim = padding.pieces[0].box, tensor.source.match.rule.dim or 0
+    box = padding.pieces[0].box
+    dim = tensor.source.match.rule.dim or 0
     return f"rows {box.offset[dim]} to {box.offset[dim] + box.size[dim] - 1}"
 
 
@@ -305,7 +307,8 @@ class MappedTag:
         """
         if isinstance(tensor, PackedTensor):
             return tensor.assembly([self.assembly(part) for part, _ in tensor.parts])
-        rule, leaf = tensor.source.match.rule, self._leaf(tensor)
+        rule = tensor.source.match.rule
+        leaf = self._leaf(tensor)
         parts = [(piece, leaf.within(piece.box)) for piece in tensor.hf_slice.once]
         fragments = [fragment.moved(piece.local.offset) for piece, part in parts for fragment in part.fragments]
         if rule.stacked is not None:
@@ -336,7 +339,8 @@ class MappedTag:
         return tensors
 
     def _source(self, match: Match) -> NxdTensor:
-        leaf, form = self._model.value(match.name), self._model.form(match.name)
+        leaf = self._model.value(match.name)
+        form = self._model.form(match.name)
         if form is None:
             raise MalformedFile(f"{self._opened.where}: {match.name} is {type(leaf).__name__}, expected a tensor")
         dtype, shape = form
@@ -351,7 +355,8 @@ class MappedTag:
         return source
 
     def _whole(self, match: Match, local: tuple[int, ...], tp: int) -> tuple[int, ...]:
-        rule, shape = match.rule, list(local)
+        rule = match.rule
+        shape = list(local)
         if rule.dim is not None and rule.dim < len(shape) and not self._holds_copies:
             rows = rule.members[0].rows
             if rows is None or shape[rule.dim] < self.sizes.get(rows):
@@ -431,7 +436,8 @@ class MappedTag:
         This detects a wrong kv_size_multiplier, hardware or mapping, by digests, if the files have any. Raises
         MalformedFile if a tensor-parallel rank lacks the tensor, even if only the first rank's is read.
         """
-        tp, first = self._opened.topology.tp, dict[Any, tuple[int, Any]]()
+        tp = self._opened.topology.tp
+        first = dict[Any, tuple[int, Any]]()
         slices = hf_slices(source.match, source.shape, self.sizes) if tp > 1 else ()
         members = [(hf_slice.name, piece) for hf_slice in slices for piece in hf_slice.pieces]
         for tp_rank in range(tp):
@@ -441,7 +447,8 @@ class MappedTag:
                     f"{self._opened.where}: tensor-parallel rank {tp_rank} of pipeline stage {source.pp_rank} has no "
                     f"tensor {source.name}, but the first rank has it; the tag mixes files of two saves"
                 )
-            digest, parts = digest_of(leaf), tuple(self._parts(source, members, tp_rank))
+            digest = digest_of(leaf)
+            parts = tuple(self._parts(source, members, tp_rank))
             if digest is None or not parts:  # padding
                 continue
             first_rank, expected = first.setdefault(parts, (tp_rank, digest))

@@ -196,7 +196,8 @@ class ModelMapping:
         nothing is known.
         """
         for option in self.options.values() if sizes.config else ():
-            index, means = PatternIndex(option.tensors), f"by config.json ({option.text(sizes.config)})"
+            index = PatternIndex(option.tensors)
+            means = f"by config.json ({option.text(sizes.config)})"
             remedy = f'; if {option.key} means something else there, use a mapping with other "options"'
             if option.is_set(sizes.config):
                 lacking = [name for name in self._filled(option.tensors, sizes) if name not in names]
@@ -399,7 +400,8 @@ def _shapes(entries: Sequence[Any], where: str) -> dict[str, Shape]:
     for number, entry in enumerate(entries):
         at = f"{where} {number}"
         reader = _Fields(entry, at)
-        names, shape = reader.strings("hf", _REQUIRED), reader.take("shape", list)
+        names = reader.strings("hf", _REQUIRED)
+        shape = reader.take("shape", list)
         reader.done()
         if not all(terms is None or (isinstance(terms, str) and _TERMS.fullmatch(terms)) for terms in shape):
             raise InvalidArgument(f"{at}: shape must have a sum of products of sizes, or null, for each dimension")
@@ -412,7 +414,8 @@ def _options(entries: Sequence[Any], where: str) -> dict[str, ModelOption]:
     for number, entry in enumerate(entries):
         at = f"{where} {number}"
         reader = _Fields(entry, at)
-        key, names = reader.take("key", str), _strings(reader.take("hf", (str, list)), f"{at}: hf")
+        key = reader.take("key", str)
+        names = _strings(reader.take("hf", (str, list)), f"{at}: hf")
         options[key] = ModelOption(key, tuple(map(Pattern, names)), **reader.some(default=bool))
         reader.done()
     return options
@@ -563,7 +566,8 @@ class _Fields:
     def __init__(self, document: Any, where: str) -> None:
         if not isinstance(document, dict):
             raise InvalidArgument(f"{where}: expected a JSON object, found {type(document).__name__}")
-        self._left, self.where = dict(document), where
+        self._left = dict(document)
+        self.where = where
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
         if name not in self._left:

@@ -222,7 +222,8 @@ def with_head_of(mapping: ModelMapping, config: Mapping[str, Any], names: Iterab
     If its architecture has another head than the mapping's, tensors outside of the base model are taken as they are, by
     every rank, and those of the mapping need not be there.
     """
-    architectures, prefix = config.get("architectures"), mapping.base_prefix
+    architectures = config.get("architectures")
+    prefix = mapping.base_prefix
     named = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
     if not prefix or not named or any(name.endswith(_OF_MAPPINGS) for name in named):
         return mapping

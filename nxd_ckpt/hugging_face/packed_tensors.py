@@ -99,7 +99,8 @@ class UnpackedTensors:
     @cached_property
     def _in_files(self) -> dict[str, str]:
         """Names in files, by name in the rules."""
-        names, prefix = self._renamed, self._mapping.base_prefix
+        names = self._renamed
+        prefix = self._mapping.base_prefix
         if any(name.startswith(prefix) for name in names):
             return names
         return {self._mapping.of_base(name): file for name, file in names.items()}
@@ -107,7 +108,8 @@ class UnpackedTensors:
     @property
     def _renamed(self) -> dict[str, str]:
         """Names in files, by name in the rules, except the prefix of the base model."""
-        plain, renaming = self._plain, self._renaming
+        plain = self._plain
+        renaming = self._renaming
         if renaming:
             live = {renaming.live(name): file for name, file in plain.items()}
             return {name: file for name, file in live.items() if not name.startswith(NOT_LIVE)}
@@ -130,7 +132,8 @@ class UnpackedTensors:
         return {in_file if name != in_file and has(in_file) else name: in_file for name, in_file in plain.items()}
 
     def _refuse_nothing(self, names: Collection[str]) -> None:
-        prefix, absent = self._renaming.prefix, sorted({*self._renaming.key_mapping.values()}.difference(names))
+        prefix = self._renaming.prefix
+        absent = sorted({*self._renaming.key_mapping.values()}.difference(names))
         if absent:
             raise KeyMismatch(f"{self.where}: key_mapping= names {first_of(absent)}, which it does not hold")
         if prefix and not any(name.startswith(prefix) for name in names):
@@ -165,7 +168,8 @@ class UnpackedTensors:
 
     def _in_layout(self, match: Match, name: str, shape: tuple[int, ...]) -> Assembly:
         """Return a tensor in NxD's layout."""
-        leaf, rule = Assembly.of(self.tensor(name, self._mapping.ties_of(self._sizes))), match.rule
+        leaf = Assembly.of(self.tensor(name, self._mapping.ties_of(self._sizes)))
+        rule = match.rule
         if leaf.shape != shape:
             raise ShapeMismatch(
                 f"{self.where}: {name} has shape {leaf.shape}, expected {shape} in {match.name}; pass the model's own "
@@ -175,9 +179,11 @@ class UnpackedTensors:
             return leaf
         fragments = leaf.fragments
         if rule.transposed:
-            shape, fragments = shape[::-1], tuple(fragment.permuted((1, 0)) for fragment in fragments)
+            shape = shape[::-1]
+            fragments = tuple(fragment.permuted((1, 0)) for fragment in fragments)
         if rule.stacked is not None:
-            shape, fragments = (1, *shape), tuple(fragment.with_dim(0) for fragment in fragments)
+            shape = (1, *shape)
+            fragments = tuple(fragment.with_dim(0) for fragment in fragments)
         return Assembly(leaf.dtype, shape, fragments)
 
     @cached_property
@@ -198,7 +204,8 @@ class UnpackedTensors:
 
 
 def _whole(match: Match, local: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
-    shape, rule = list(local), match.rule
+    shape = list(local)
+    rule = match.rule
     if rule.dim is not None and rule.dim < len(shape):
         shape[rule.dim] *= topology.tp
     if rule.stacked is not None and shape:
@@ -258,7 +265,8 @@ class PackedTensor:
         """Assemble it from its parts, as `layout` has it."""
         fragments: list[Fragment] = []
         for (_, piece), assembly in zip(self.parts, parts, strict=True):
-            start, at = piece.start, piece.dim + 1
+            start = piece.start
+            at = piece.dim + 1
             if piece.step > 1:
                 start = (*start[: at - 1], 0, start[at - 1], *start[at:])
             for fragment in assembly.fragments:

@@ -94,7 +94,8 @@ class Packed:
         return PartSlice((index, *whole.start[1:]), (1, *shape[1:]), indexed=True)
 
     def _along_dim(self, whole: PartSlice, name: str, sizes: Sizes) -> Iterator[PartSlice]:
-        dim, count = self.dim, len(self.parts)
+        dim = self.dim
+        count = len(self.parts)
         if dim is None:
             yield whole
             return
@@ -136,7 +137,8 @@ class PartSlice:
 
     def narrowed(self, dim: int, start: int, length: int, step: int = 1) -> PartSlice:
         """Return ``length`` elements along ``dim``, counted from this slice's start."""
-        starts, sizes = list(self.start), list(self.size)
+        starts = list(self.start)
+        sizes = list(self.size)
         starts[dim] += start
         sizes[dim] = length
         return PartSlice(tuple(starts), tuple(sizes), self.indexed, dim, step)

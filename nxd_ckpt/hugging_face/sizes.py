@@ -112,7 +112,8 @@ class Sizes:
         return Heads(*counts, self.kv_size_multiplier, self.hardware, self.converted, padded)
 
     def _divided_head_dim(self) -> int | None:
-        hidden, heads = self.find("hidden"), self.find("heads")
+        hidden = self.find("hidden")
+        heads = self.find("heads")
         if hidden is None or heads is None:
             return None
         if hidden % heads:
@@ -206,7 +207,8 @@ def _numbers(key: str, sizes: Sizes) -> list[int] | None:
 
 
 def _type_of(layer: int, sizes: Sizes) -> str:
-    types, layers = sizes.config.get("layer_types"), sizes.find("layer")
+    types = sizes.config.get("layer_types")
+    layers = sizes.find("layer")
     if not isinstance(types, list) or len(types) != layers:
         raise InvalidArgument(
             f"config.json: layer_types must be a list with an entry for each of {layers} layers, found {types!r}"

@@ -132,7 +132,8 @@ class TorchTitanNames:
                 "neighbouring elements of a head, so it would compute something else; choose another form (hf, dcp or "
                 "tag)"
             )
-        self._family, self._is_old = str(model_type), release == "0.2.2"
+        self._family = str(model_type)
+        self._is_old = release == "0.2.2"
         names = _FAMILIES[self._family].items()
         self._patterns = {Pattern(hf): Pattern(self._released(titan)) for hf, titan in names}
 

@@ -147,7 +147,9 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
         models = [self.unwrap_model(model) for model in self._models]
         if not models:
             raise UnsupportedState("no model was prepared: prepare one, or use accelerate.Accelerator")
-        covered, own, others = set[int](), list[Any](), list[Any]()
+        covered = set[int]()
+        own = list[Any]()
+        others = list[Any]()
         for wrapped in self._optimizers:
             parameters = {id(each) for group in wrapped.optimizer.param_groups for each in group["params"]}
             (others if parameters & covered else own).append(wrapped)
@@ -165,7 +167,8 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
         for index, (model, wrapped) in enumerate(zip_longest(models, self._optimizers)):
             optimizer = None if wrapped is None else wrapped.optimizer
             named = (parameter_names(each, optimizer) for each in models) if model is None else ()
-            tag, names = f"{STATE}_{index}" if index else STATE, next(filter(None, named), None)
+            tag = f"{STATE}_{index}" if index else STATE
+            names = next(filter(None, named), None)
             load_checkpoint(found.directory, tag, model, optimizer, **{"param_names": names, **options})
 
     def _files_of_objects(self) -> list[str]:
@@ -196,7 +199,8 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
         """
         names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
         attributes = {name: getattr(self, name) for name in names}
-        project, automatic = self.project_configuration, self.project_configuration.automatic_checkpoint_naming
+        project = self.project_configuration
+        automatic = self.project_configuration.automatic_checkpoint_naming
         for name, value in attributes.items():
             setattr(self, name, type(value)())
         self._optimizers = list(optimizers)

@@ -117,7 +117,8 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             _plugins.TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
             return
         rest = dict(checkpoint)
-        model, optimizers = rest.pop("state_dict", None), rest.get("optimizer_states") or ()
+        model = rest.pop("state_dict", None)
+        optimizers = rest.get("optimizer_states") or ()
         # One process writes: strategies call this on rank 0, and every rank reads for itself.
         parts: dict[str, Any] = {"model": model, "user_content": rest, "topology": Topology()}
         if len(optimizers) == 1:
@@ -185,7 +186,8 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
         Returns:
             The model and the optimizer, None if the tag has none, and the user content.
         """
-        place, trusted = self.place(path), weights_only is False
+        place = self.place(path)
+        trusted = weights_only is False
         finalize_checkpoint()
         tag = open_checkpoint(place.directory, place.name, storage_options=place.options, trust_pickle=trusted)
         rest = tag.user_content()
@@ -196,7 +198,8 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             )
         if self.before_load is not None:
             self.before_load(rest)
-        model, optimizer = model if tag.parts.model else None, optimizer if tag.parts.optimizer else None
+        model = model if tag.parts.model else None
+        optimizer = optimizer if tag.parts.optimizer else None
         content: dict[str, Any] = load_checkpoint(
             place.directory,
             place.name,
@@ -281,7 +284,8 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Run the checks of `on_load_checkpoint` already before a checkpoint is loaded."""
         self._before = None
-        strategy, ask = trainer.strategy, partial(self._before_load, trainer, pl_module)
+        strategy = trainer.strategy
+        ask = partial(self._before_load, trainer, pl_module)
         if isinstance(strategy.checkpoint_io, CheckpointIO):
             strategy.checkpoint_io.before_load = ask
         else:
@@ -306,7 +310,8 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         saved = _saved_run(trainer, checkpoint)
         if saved is None:
             return
-        self._saved, self._random = saved["runs_with"], saved["random"][trainer.global_rank]
+        self._saved = saved["runs_with"]
+        self._random = saved["random"][trainer.global_rank]
         if trainer.strategy.restore_checkpoint_after_setup:  # then fit has started already
             self.on_fit_start(trainer, pl_module)
 
@@ -316,7 +321,8 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         Most strategies make the optimizers only after the model was loaded: then this is the first opportunity, and the
         model gets its earlier state back.
         """
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if self._random is None:
             return
         try:

@@ -137,7 +137,8 @@ class _Tags:
             self._save_lightnings(dict(checkpoint), filepath)
             return
         rest = dict(checkpoint)
-        state, optimizers = rest.pop("state_dict"), self.optimizers if "optimizer_states" in rest else []
+        state = rest.pop("state_dict")
+        optimizers = self.optimizers if "optimizer_states" in rest else []
         rest.pop("optimizer_states", None)
         if {name: id(tensor) for name, tensor in state.items()} != {n: id(t) for n, t in self._state.items()}:
             raise UnsupportedState(
@@ -151,7 +152,8 @@ class _Tags:
     def _save_lightnings(self, checkpoint: dict[str, Any], filepath: StrPath) -> None:
         """Save what Lightning's strategy does."""
         lightnings: Any = super()
-        checkpoint["state_dict"], self._state = lightnings.lightning_module_state_dict(), {}
+        checkpoint["state_dict"] = lightnings.lightning_module_state_dict()
+        self._state = {}
         if "optimizer_states" in checkpoint:
             checkpoint["optimizer_states"] = [lightnings.optimizer_state(each) for each in self.optimizers]
         lightnings.save_checkpoint(checkpoint, filepath)

@@ -142,7 +142,8 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         elif async_mode == AsyncMode.ASYNC:
             result = told_at_exit(async_save(state_dict, **common))
         else:
-            process, state_dict = AsyncCheckpointerType.PROCESS, state_dict | self._kept_buffers(state_dict)
+            process = AsyncCheckpointerType.PROCESS
+            state_dict = state_dict | self._kept_buffers(state_dict)
             saved = async_save(state_dict, async_checkpointer_type=process, async_stager=self.stager, **common)
             result = told_at_exit(saved)
         if enable_garbage_collection:

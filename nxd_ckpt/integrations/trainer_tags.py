@@ -66,7 +66,8 @@ class TrainerSaves:
         self._storage = LocalStorage(directory, durable) if own is None else _BesideOwn(directory, own, durable)
         self._checkpointer = Checkpointer(directory, storage=self._storage, tiers=rest.pop("tiers", None), **shared)
         self._options = rest
-        self._numbered, self._patterns = numbered, (*former, f"{STATE}*", DIGESTS)
+        self._numbered = numbered
+        self._patterns = (*former, f"{STATE}*", DIGESTS)
         self._limit: int | None = None
         self._best: str | None = None
         self._former: list[str] = []
@@ -80,7 +81,8 @@ class TrainerSaves:
         Raises, on all ranks, before anything is touched: DirectoryInUse; InvalidArgument if a file has that name.
         """
         self._checkpointer.hold()
-        self._folder, self._name = decided_by_rank0(agreement, partial(self._begun, name)), name
+        self._folder = decided_by_rank0(agreement, partial(self._begun, name))
+        self._name = name
         return self._staged
 
     @property
@@ -88,7 +90,8 @@ class TrainerSaves:
         return str(self._storage.path(f"{self._folder}/{self._name}"))
 
     def _begun(self, name: str) -> str:
-        storage, folder = self._storage, f"{STAGING}/{uuid.uuid4().hex[:12]}"
+        storage = self._storage
+        folder = f"{STAGING}/{uuid.uuid4().hex[:12]}"
         if storage.is_file(name):
             raise InvalidArgument(
                 f"{storage.path(name)} is a file, expected a checkpoint or nothing; choose another name"
@@ -110,7 +113,8 @@ class TrainerSaves:
         All ranks call this, each when it has written its own files. Of all numbered checkpoints ``limit`` stay, if that
         is not None or 0, of which ``best`` is one.
         """
-        self._limit, self._best = limit, best
+        self._limit = limit
+        self._best = best
         if limit:
             options["retain"] = [Last(limit, best)]
         staged = agreement.gather(list(_files_below(self._staged)))
@@ -120,7 +124,8 @@ class TrainerSaves:
     @as_checkpoint_errors()
     def wait(self) -> None:
         """Wait until the checkpoint that is being saved is visible; raise its failure, on all ranks."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is None:
             return
         try:
@@ -193,7 +198,8 @@ class SavesTags:
 
     def _close(self) -> None:
         """Wait likewise, and give the directory back."""
-        saves, self._saves = self._saves, None
+        saves = self._saves
+        self._saves = None
         if saves is not None:
             saves.close()
 

@@ -155,7 +155,8 @@ class Trainer(SavesTags, transformers.Trainer):  # type: ignore[misc]
 
     def _save_rest(self, saves: TrainerSaves, agreement: Agreement) -> None:
         """Save everything that is not in Hugging Face's files, and these."""
-        whole, best = not self.args.save_only_model, self.state.best_model_checkpoint
+        whole = not self.args.save_only_model
+        best = self.state.best_model_checkpoint
         optimizer = _unwrapped(self.optimizer)
         saves.save(
             agreement,

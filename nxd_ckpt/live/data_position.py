@@ -152,7 +152,8 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         mine = object()
-        order, of_epoch = torch.empty(0), -1
+        order = torch.empty(0)
+        of_epoch = -1
         while True:
             if self._reader not in (None, mine):
                 raise InvalidArgument(
@@ -163,7 +164,8 @@ class ElasticSampler(Sampler[int]):
             self._reader = mine
             epoch, at = divmod(self._consumed + self.dp_rank, self.length)
             if epoch != of_epoch:
-                order, of_epoch = self._order(epoch), epoch
+                order = self._order(epoch)
+                of_epoch = epoch
             self._consumed += self.dp
             yield int(order[at])
 
@@ -185,7 +187,8 @@ class ElasticSampler(Sampler[int]):
                 f"the data position is of another order of samples: expected {expected}, found {state}; make the "
                 "sampler as it was at the save"
             )
-        self._consumed, self._reader = state["consumed"], None
+        self._consumed = state["consumed"]
+        self._reader = None
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
@@ -219,11 +222,13 @@ def capture_data_position(loader: Any) -> Position:
     sampler = _sampler_of(loader)
     if sampler is None:
         return position(None, None, state, None, "as nothing tells how its loader shares the data out among ranks")
-    shared, alone = _place(loader, sampler, state), ""
+    shared = _place(loader, sampler, state)
+    alone = ""
     if shared is None:
         alone = "as its loader does not tell which samples it has delivered"
     elif any(value is not None for value in _all(state, _DATASET_STATE)):
-        shared, alone = None, "as its dataset has state of its own"
+        shared = None
+        alone = "as its dataset has state of its own"
     return position(sampler.dp, sampler.dp_rank, state, shared, alone)
 
 
@@ -248,7 +253,8 @@ def restore_data_position(loader: Any, saved: Position) -> None:
             f"{type(loader).__name__} is being iterated, and its iterator would continue from the old place: restore "
             "the data position before iter(), or into a new loader"
         )
-    shared, sampler = saved["shared"], _sampler_of(loader)
+    shared = saved["shared"]
+    sampler = _sampler_of(loader)
     kind = None if shared is None else shared["kind"]
     if isinstance(loader, DataStreams) and kind == "streams":
         loader.load_state_dict(shared)

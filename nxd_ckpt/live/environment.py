@@ -128,7 +128,8 @@ def live_topology() -> Topology | None:
     parallel = sys.modules.get(_PARALLEL_STATE)
     if parallel is None or not parallel.model_parallel_is_initialized():
         return None
-    context, experts = _size(parallel, "context_model"), _size(parallel, "expert_model")
+    context = _size(parallel, "context_model")
+    experts = _size(parallel, "expert_model")
     if context > 1 and experts > 1:
         raise UnsupportedState(
             f"context parallelism of size {context} with expert parallelism of size {experts}: which ranks share an "

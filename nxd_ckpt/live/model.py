@@ -67,7 +67,9 @@ class ModelAdapter:
                 raise UnsupportedState(
                     f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
                 )
-        ties, tensors, kept = self._ties, self._tensors, self.kept()
+        ties = self._ties
+        tensors = self._tensors
+        kept = self.kept()
         frozen = Frozen({name: self.live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
 
         def describe() -> dict[Path, StateTensor]:
@@ -110,7 +112,8 @@ class ModelAdapter:
 
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
         """Return the specifications of this rank's parameters and buffers, by name. Raises as `capture` does."""
-        ties, specs = self._ties, dict[str, ParameterSpec]()
+        ties = self._ties
+        specs = dict[str, ParameterSpec]()
         for name, tensor in self._tensors.items():
             if not _is_extra_state(name):
                 spec = spec_of(own := self.attributed(name), tp)
@@ -271,7 +274,8 @@ class ModelAdapter:
 
         Then their ties and specifications are the same, too.
         """
-        own, old = self._tensors, before._tensors
+        own = self._tensors
+        old = before._tensors
         is_same = own.keys() == old.keys() and all(old[name] is tensor for name, tensor in own.items())
         return is_same and self._begins == before._begins
 
@@ -335,10 +339,12 @@ class ModuleModel(ModelAdapter):
         if self._is_stage:
             self._root = torch.nn.ModuleList(model.local_modules())
             own = self._state_with_identity(self._root)
-            self._modules, self._wrapped_names = [*self._root], names_in_stage(live, own)
+            self._modules = [*self._root]
+            self._wrapped_names = names_in_stage(live, own)
         else:
             self._modules = [model]
-            prefixes, self._gathered = replicated(model), gathered_names(model)
+            prefixes = replicated(model)
+            self._gathered = gathered_names(model)
             shorter = {without_replication(self._gathered.get(name, name), prefixes): name for name in live}
             self._wrapped_names = {name: shorter[key] for name, key in canonical(shorter, "model").items()}
             live = {name: live[wrapped] for name, wrapped in self._wrapped_names.items()}

@@ -73,15 +73,18 @@ def names_in_stage(live: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str,
 
 def name_in_stage(name: str, inner_names: Mapping[str, str]) -> str:
     """Return the name inside the modules of a name of the whole model that is not live, by its module's names."""
-    prefix, inner_name = "", name
+    prefix = ""
+    inner_name = name
     for live, inner in inner_names.items():
-        outer_parts, inner_parts = live.split("."), inner.split(".")
+        outer_parts = live.split(".")
+        inner_parts = inner.split(".")
         while outer_parts and inner_parts and outer_parts[-1] == inner_parts[-1]:
             outer_parts.pop()
             inner_parts.pop()
         outer = ".".join([*outer_parts, ""])
         if name.startswith(outer) and len(outer) > len(prefix):
-            prefix, inner_name = outer, ".".join([*inner_parts, name.removeprefix(outer)])
+            prefix = outer
+            inner_name = ".".join([*inner_parts, name.removeprefix(outer)])
     return inner_name
 
 

@@ -154,7 +154,8 @@ class LoraAdapter(ModuleModel):
 
     def __init__(self, lora: Any, may_be_meta: bool = False) -> None:
         super().__init__(lora.get_base_model(), may_be_meta)
-        self._lora, self._config = lora, lora.lora_config
+        self._lora = lora
+        self._config = lora.lora_config
 
     def kept(self) -> dict[str, str]:
         if not self._saves_base:

@@ -422,7 +422,8 @@ _ENTRIES = {
 
 def check_class(optimizer: Any, groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
     """Raise OptimizerMismatch for param groups or state of several optimizers, or of one of another class."""
-    kind, groups = type(optimizer), list(groups)
+    kind = type(optimizer)
+    groups = list(groups)
     several = {group[OPTIMIZER_NAME] for group in groups if OPTIMIZER_NAME in group}
     if len(several) > 1:
         raise OptimizerMismatch(

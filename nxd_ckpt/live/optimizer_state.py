@@ -261,7 +261,8 @@ def form_of_slots(kind: str, slots: Sequence[Slot], groups: Sequence[Group]) -> 
         for slot in slots
         if slot.spec is not None
     )
-    sizes, options = tuple(len(group["params"]) for group in groups), tuple(map(options_of, groups))
+    sizes = tuple(len(group["params"]) for group in groups)
+    options = tuple(map(options_of, groups))
     return OptimizerForm(kind, optimizer_slots, sizes, options=options)
 
 
@@ -482,7 +483,8 @@ class _ParameterState:
             self._make(entry, value, self.slot.key.device if on_device else torch.device("cpu"))
 
     def _make(self, entry: Any, leaf: Any, device: torch.device) -> None:
-        slot, key = self.slot, _layout_of(self.slot, entry)
+        slot = self.slot
+        key = _layout_of(self.slot, entry)
         if device.type == "cpu":
             self.entries[entry] = slot.as_placed(entry, _new(leaf, self.read, key))
         else:
@@ -528,7 +530,8 @@ def _stride(leaf: Any, key: torch.Tensor | None) -> tuple[int, ...]:
 
     The latter if ``key`` has its shape, and no other strides were noted.
     """
-    shape, stride = form_of(leaf)[1], stored_stride(leaf)
+    shape = form_of(leaf)[1]
+    stride = stored_stride(leaf)
     is_shaped_like = key is not None and tuple(local_of(key).shape) == shape
     if stride is None or (is_shaped_like and (stride.as_parameter or stride_of(leaf) is None)):
         return stride_like(key, shape)

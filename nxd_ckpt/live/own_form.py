@@ -74,7 +74,8 @@ class OwnFormOptimizer(OptimizerAdapter):
                 f"optimizer: {type(optimizer).__name__} has state_dict() and no load_state_dict(), so no load could "
                 "give it back; write one"
             )
-        self._optimizer, self._state = optimizer, state
+        self._optimizer = optimizer
+        self._state = state
         self._models: dict[Path, torch.Tensor] = {}
         """A live DTensor of equal placement for each DTensor that is loaded, by its path."""
         self.parameter_names: list[str] | None = if_known(names)

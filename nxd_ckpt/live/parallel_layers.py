@@ -130,7 +130,8 @@ def _adapter_cuts(wrapped: torch.nn.Module, tp: int) -> _Cuts:
     cuts_of_base |= {name: cut for name, cut in _layer_cuts(base, tp).items() if name in weights}
     cuts: _Cuts = {}
     for name, _ in wrapped.named_parameters() if cuts_of_base else ():
-        adapter, last = _ADAPTER.match(name), name.rpartition(".")[2]
+        adapter = _ADAPTER.match(name)
+        last = name.rpartition(".")[2]
         if adapter is not None and (is_uncut or not adapter["embedding"]):
             cut = cuts_of_base.get(last, next(iter(cuts_of_base.values())))
             cuts[name] = _adapter_cut(cut, 0 if adapter["letter"] == "B" else 1)

@@ -186,7 +186,8 @@ def own_stride(value: torch.Tensor, model: torch.Tensor | None) -> Stride | None
     local = dtensor.local_of(value)
     if is_unusual(local) or local.is_meta or torch_xla.is_xla(local):
         return None
-    shape, steps = tuple(local.shape), local.stride()
+    shape = tuple(local.shape)
+    steps = local.stride()
     as_parameter = steps == stride_like(model, shape)
     return None if as_parameter and steps == contiguous_stride(shape) else Stride(steps, as_parameter)
 
@@ -249,11 +250,14 @@ def refuse_unsupported(name: str, tensor: torch.Tensor) -> None:
         kind = "a ShardedTensor, of which this process has some shards"
         advice = "make it a DTensor (FSDP with a device mesh), or save the tensors of its local_shards()"
     elif tensor.is_meta:
-        kind, advice = "on the meta device", "give it values (to_empty, param_init_fn) before saving or loading"
+        kind = "on the meta device"
+        advice = "give it values (to_empty, param_init_fn) before saving or loading"
     elif tensor.is_nested:
-        kind, advice = "a nested tensor", "keep its parts (unbind()), or pad it (to_padded_tensor())"
+        kind = "a nested tensor"
+        advice = "keep its parts (unbind()), or pad it (to_padded_tensor())"
     elif tensor.layout is not torch.strided:
-        kind, advice = f"of layout {tensor.layout}", "densify it (to_dense())"
+        kind = f"of layout {tensor.layout}"
+        advice = "densify it (to_dense())"
     elif is_unusual(tensor):
         kind = f"of dtype {tensor.dtype}" if tensor.is_quantized else f"a {type(tensor).__module__}.{kind}"
         advice = "save the dense tensors that it is made of"

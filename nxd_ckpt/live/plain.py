@@ -318,7 +318,8 @@ class PlainOptimizer(OptimizerAdapter):
 
     def _take_values(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps) -> Mapping[str, Any]:
         """Read the values of parameters that are not the model's; return the state dict without them."""
-        state, stale = dict(saved["state"]), list[str]()
+        state = dict(saved["state"])
+        stale = list[str]()
         for index, slot in self._by_index(saved).items():
             entries = state.get(index, {})
             if VALUE in entries:

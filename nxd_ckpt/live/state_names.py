@@ -82,7 +82,8 @@ def entries_beside(
     """Yield path and global name of the entries of ``tree`` that the ``other`` state dict does not have."""
     beside = dict(tree)
     for section in SECTIONS:
-        own, its = tree.get(section, {}), other.get(section, {})
+        own = tree.get(section, {})
+        its = other.get(section, {})
         if section in tree:
             beside[section] = {at: one for at, one in own.items() if at not in its or _has_more(one, its[at])}
     for path, name, _ in state_entries(beside, names):

@@ -128,7 +128,8 @@ class Zero1Optimizer(OptimizerAdapter):
             check_form(slots[index], MASTER_WEIGHTS, weights, slots[index].key)
 
     def load(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps = keeps_nothing) -> None:
-        optimizer, base = self._optimizer, self._optimizer.base_optimizer
+        optimizer = self._optimizer
+        base = self._optimizer.base_optimizer
         restore_groups([optimizer.param_groups, base.param_groups], saved["param_groups"], read)
         fill_state(base.state, dict(enumerate(self.slots)), saved["base_state"], read, keeps)
         masters = saved.get(MASTERS, {})
@@ -275,7 +276,8 @@ class ExpertZero1Optimizer(OptimizerAdapter):
         self._experts = Zero1Optimizer(optimizer.ep_zero_optimizer, names[ordinary:], topology, expert=True)
 
     def form(self) -> OptimizerForm:
-        ordinary, experts = self._ordinary.form(), self._experts.form()
+        ordinary = self._ordinary.form()
+        experts = self._experts.form()
         first = len(ordinary.slots), len(ordinary.groups)
         return OptimizerForm(self.kind, ordinary.slots + experts.slots, ordinary.groups + experts.groups, first)
 
@@ -292,7 +294,8 @@ class ExpertZero1Optimizer(OptimizerAdapter):
             {**inner, **options_of(group)} for inner, group in zip(tree["param_groups"], [*outer, *outer], strict=True)
         ]
         offsets = {"base_state": tree["ep_base_state_offset"], MASTERS: tree["ep_shape_info_offset"]}
-        ordinary, experts = self._ordinary.master_weights(), self._experts.master_weights()
+        ordinary = self._ordinary.master_weights()
+        experts = self._experts.master_weights()
         if ordinary is not None and experts is not None:
             tree[MASTERS] = dict(enumerate(ordinary)) | dict(enumerate(experts, offsets[MASTERS]))
 

@@ -41,11 +41,13 @@ class Unmatched:
     def __init__(
         self, filtered: Filter, live: Collection[str] | None, saved: Collection[str], names: Collection[str]
     ) -> None:
-        mapping, prefix = filtered.renaming.key_mapping, filtered.renaming.prefix
+        mapping = filtered.renaming.key_mapping
+        prefix = filtered.renaming.prefix
         self._live = live
         self._saved = saved
         self._names = names
-        self._prefix, self._choice = prefix, filtered.choice
+        self._prefix = prefix
+        self._choice = filtered.choice
         goes_by_prefix = bool(prefix) and (live is None or any(name not in mapping for name in live))
         self.parts: dict[str, list[str]] = {
             "globs": unmatched(filtered.globs, names),
@@ -60,7 +62,8 @@ class Unmatched:
         Raises RanksDisagree if a callable chose differently among equal names.
         """
         # Ranks of one pipeline stage have the same tensors: one of them reports. Rank content is each rank's own.
-        agreement, topology = request.agreement, request.topology
+        agreement = request.agreement
+        topology = request.topology
         reports = topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
         parts = self.parts if reports else {"globs": self.parts["globs"]}
         gathered = agreement.gather([self._choice, parts])

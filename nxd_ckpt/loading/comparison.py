@@ -79,7 +79,9 @@ class Comparison:
         everything: bool = False,
         verify_again: Callable[[Leaf, str], None] | None = None,
     ) -> None:
-        self._reader, self._digest, self._verify_again = reader, digest, verify_again
+        self._reader = reader
+        self._digest = digest
+        self._verify_again = verify_again
         self._digests = LiveDigests(reader, everything)
         self.nbytes: int = 0
         self._everything = everything
@@ -148,7 +150,8 @@ class Comparison:
         if not nbytes:
             return True
         self.nbytes += nbytes
-        expected, found = self._digest(saved, name), digest_at_once(live)
+        expected = self._digest(saved, name)
+        found = digest_at_once(live)
         if expected is None:
             self.find(kind, name, "it was not read", by_user)
         elif found is None:
@@ -161,7 +164,8 @@ class Comparison:
         if found == expected:
             return
         if self._verify_again is not None and recorded_digest(saved) is not None and not by_user:
-            verify_again, self._verify_again = self._verify_again, None
+            verify_again = self._verify_again
+            self._verify_again = None
             verify_again(saved, name)
         message = f"the live tensor is not the one that was saved: expected CRC-32 {expected:08x}, found {found:08x}"
         self.find(kind, name, message, by_user)
@@ -169,7 +173,8 @@ class Comparison:
     def _compare_numbers(self, kind: str, name: str, saved: Leaf, live: torch.Tensor, by_user: bool) -> None:
         """Compare a count or an option, which the live optimizer may keep in another form."""
         if saved.numel != 1 or live.numel() != 1 or kind == "weights":
-            expected, found = f"{saved.dtype} {list(saved.shape)}", "{} {}".format(*form_of(live))
+            expected = f"{saved.dtype} {list(saved.shape)}"
+            found = "{} {}".format(*form_of(live))
             self.find(kind, name, f"expected {expected}, as it was saved, found {found}", by_user)
             return
         out = allocated(saved.shape, saved.dtype)
@@ -254,7 +259,8 @@ class LiveDigests:
     """
 
     def __init__(self, reader: LeafReader, everything: bool) -> None:
-        self._reader, self._everything = reader, everything
+        self._reader = reader
+        self._everything = everything
         self._tensors: list[_Tensor] = []
         self._blocks: list[tuple[list[int], int, memoryview]] = []
         self._blocks_nbytes = 0
@@ -278,7 +284,8 @@ class LiveDigests:
         self._transfer()
         self._compute("the last tensors")
         self._reader.finish()
-        tensors, self._tensors = self._tensors, []
+        tensors = self._tensors
+        self._tensors = []
         for item in tensors:
             item.take(combine_blocks(item.crcs, item.nbytes))
 
@@ -295,7 +302,9 @@ class LiveDigests:
                 self._compute(name)
 
     def _compute(self, name: str) -> None:
-        blocks, self._blocks, self._blocks_nbytes = self._blocks, [], 0
+        blocks = self._blocks
+        self._blocks = []
+        self._blocks_nbytes = 0
         if blocks:
             self._reader.call(name, partial(_digest, blocks))
 
@@ -306,7 +315,9 @@ class LiveDigests:
         self._on_device_nbytes += item.nbytes
 
     def _transfer(self) -> None:
-        waiting, self._on_device, self._on_device_nbytes = self._on_device, [], 0
+        waiting = self._on_device
+        self._on_device = []
+        self._on_device_nbytes = 0
         for (item, _), value in zip(waiting, to_cpu([tensor.detach() for _, tensor in waiting]), strict=True):
             _digest_copy(item.crcs, value)
 

@@ -36,7 +36,8 @@ class Filter(Ignoring):
 
         ``key_mapping`` takes precedence.
         """
-        mapping, prefix = self.renaming.key_mapping, self.renaming.prefix
+        mapping = self.renaming.key_mapping
+        prefix = self.renaming.prefix
         renamed = {
             live: prefix + base
             for live, base in live_to_base.items()

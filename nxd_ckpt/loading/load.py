@@ -121,7 +121,8 @@ def one_load(
 
     Live objects stay as they are until all ranks have agreed.
     """
-    agreement, started = request.agreement, effects.monotonic()
+    agreement = request.agreement
+    started = effects.monotonic()
     with ExitStack() as caches:
         # 1. Open: the same save on every rank.
         attempt = on_all(agreement, partial(_opened, storage, source, request, opens, caches))
@@ -150,7 +151,8 @@ def one_load(
 def _opened(storage: Storage, source: TagSource, request: LoadRequest, opens: Opens, caches: ExitStack) -> LoadAttempt:
     """Open the tag. Names are compared at once unless filters of other ranks count. ``caches`` outlive the load."""
     refuse_fake_mode()
-    options, cache = request.options, None
+    options = request.options
+    cache = None
     if options.mapping is not None:  # it has no effect on a tag, but a typo in it has one elsewhere
         find_mapping(options.mapping, {})
     settled = replace(request.settled(), options=options.settled(reads_are_cheap=storage.renames))

@@ -218,7 +218,8 @@ class OneModelTag(RenamedTag):
         super().__init__(opened, Renaming(prefix=f"{model}."))
 
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        tree, names = super().optimizer_tree(at, param_names), super().optimizer_names(at)
+        tree = super().optimizer_tree(at, param_names)
+        names = super().optimizer_names(at)
         indices = [index for group in tree["param_groups"] for index in group["params"]]
         own = {index for index, name in zip(indices, names or (), strict=False) if not name.startswith(NOT_LIVE)}
         groups = [
@@ -246,7 +247,8 @@ class LoadAttempt:
     def __init__(
         self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None = None, *, is_alone: bool = False
     ) -> None:
-        topology, options = request.topology, request.options
+        topology = request.topology
+        options = request.options
         weights = opened.weights
         live = None if request.model is None else open_model(request.model, may_be_meta=weights is not None)
         if weights is not None:
@@ -282,7 +284,9 @@ class LoadAttempt:
             return self._apply_filter()
 
     def _apply_filter(self) -> Unmatched:
-        opened, filtered, request = self._opened, self.filtered, self._request
+        opened = self._opened
+        filtered = self.filtered
+        request = self._request
         live = self._context.held_names()
         objects = {"scheduler": request.scheduler, "rank_content": request.options.rank_content}
         requested = {part: value is not None for part, value in objects.items()}
@@ -319,7 +323,8 @@ class LoadAttempt:
         """Return the load with the trees that fit the live objects. Raises errors if they do not."""
         with self._opened.guarded(), gc_paused():
             trees = self._planner.trees()
-            trees.missing, trees.unexpected = self._missing, self._unexpected
+            trees.missing = self._missing
+            trees.unexpected = self._unexpected
             return PreparedLoad(self._context, self._request, self._cache, trees)
 
     @property
@@ -344,7 +349,8 @@ class PreparedLoad:
     def __init__(
         self, context: LoadContext, request: LoadRequest, cache: CachedStorage | None, trees: LoadTrees
     ) -> None:
-        opened, filtered = context.opened, context.filter
+        opened = context.opened
+        filtered = context.filter
         self._context = context
         self._opened = opened
         self._filtered = filtered
@@ -398,7 +404,8 @@ class PreparedLoad:
         # The terms decide which leaves are verified, in which order they are read, and of which copy of the tag.
         adapters = [type(adapter).__name__ for adapter in (self._trees.model, self._trees.optimizer)]
         terms = [self._options.verify, self._options.pre_download, self._opened.copy, *adapters]
-        leaves, placed = self._trees.replicated_leaves(), list(self._trees.placed_leaves())
+        leaves = self._trees.replicated_leaves()
+        placed = list(self._trees.placed_leaves())
         by_block = self._opened.mesh is not None
         request = self._request
         shares = agree_on_shares(request.agreement, request.topology, leaves, placed, terms, by_block)
@@ -467,7 +474,9 @@ class PreparedLoad:
 
     def join(self) -> None:
         """Join the replicas for broadcasts, if they are to share the reading as well. Collective."""
-        agreement, share_reads, timeout = self._request.agreement, self._options.share_reads, self._request.timeout
+        agreement = self._request.agreement
+        share_reads = self._options.share_reads
+        timeout = self._request.timeout
         self._reads = open_shared_reads(agreement, self._shares, share_reads, self._opened.storage, timeout)
 
     def apply(self) -> None:
@@ -487,7 +496,8 @@ class PreparedLoad:
 
     def _findings(self) -> list[Finding]:
         """Return the differences between the live objects and what was loaded into them."""
-        request, options = self._request, self._options
+        request = self._request
+        options = self._options
         if not is_proved(options):
             return []
         with gc_paused():
@@ -512,7 +522,8 @@ class PreparedLoad:
             reader.finish()
 
     def _fill(self) -> None:
-        model, optimizer = self._trees.model, self._trees.optimizer
+        model = self._trees.model
+        optimizer = self._trees.optimizer
         delivery = delivery_of(self.reader, self._begin, self._reads, self._witness.saw)
         if model is not None:
             with gc_paused():
@@ -533,7 +544,8 @@ class PreparedLoad:
         if self._scheduler is not None:
             load_scheduler(self._scheduler, self._scheduler_state)
         if self._options.rank_content is not None and self._rank_content is not None:
-            live, saved = self._options.rank_content, self._rank_content
+            live = self._options.rank_content
+            saved = self._rank_content
             content = self._filtered.pruned("rank_content", saved) | self._filtered.kept("rank_content", live, saved)
             live.clear()
             live.update(content)
@@ -544,7 +556,8 @@ class PreparedLoad:
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
         if self.reader.take_kept(leaf, out):
             return
-        name, takes = self._trees.name_by_leaf[id(leaf)], self._shares.takes(leaf)
+        name = self._trees.name_by_leaf[id(leaf)]
+        takes = self._shares.takes(leaf)
         compare = self._options.verify is not False and not self._is_compared_live(leaf, name)
         compare = compare and self._opened.is_digested(leaf)
         verified = self._options.verifies_first

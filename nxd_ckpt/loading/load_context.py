@@ -59,7 +59,8 @@ def live_optimizer(
 
     Raises InvalidArgument, UnsupportedState for objects that cannot be loaded.
     """
-    names, is_dict = options.param_names, isinstance(optimizer, dict)
+    names = options.param_names
+    is_dict = isinstance(optimizer, dict)
     is_sharded = opened.parts.optimizer != "plain" and is_dict
     adapter = open_optimizer(optimizer, model=live, param_names=names, zero1_optimizer=is_sharded, topology=topology)
     if adapter.kind == "plain" and not is_dict and _is_of_its_own_cut(opened):
@@ -127,7 +128,8 @@ class LoadContext:
         recorded = {} if self.opened.manifest is None else self.opened.manifest.parameters
         lengths = {}
         for name in filter(is_adapter, self.specs):
-            spec, saved = self.specs[name], recorded.get(name)
+            spec = self.specs[name]
+            saved = recorded.get(name)
             cut = (self.options.partitions or {}).get(name, spec.partition)
             is_told = saved is not None and saved.explicit
             if cut.known and cut.partition_dim is not None and not is_told and not self.filter.ignores_model(name):
@@ -144,9 +146,11 @@ class LoadContext:
     @cached_property
     def target(self) -> TargetRank:
         """The state that a rank of these sizes would have saved, for dicts that are to be filled."""
-        live_partitions, sizes = self.options.partitions or {}, (self.topology.tp, self.opened.topology.tp)
+        live_partitions = self.options.partitions or {}
+        sizes = (self.topology.tp, self.opened.topology.tp)
         partitions = {name: rescaled(name, partition, *sizes) for name, partition in live_partitions.items()}
-        names, ignores = self.options.saved_param_names, self.filter.ignores_model
+        names = self.options.saved_param_names
+        ignores = self.filter.ignores_model
         return TargetRank(self.opened, Target(self.topology, partitions=partitions, saved_names=names, ignores=ignores))
 
     def held_names(self) -> list[str] | None:
@@ -161,7 +165,9 @@ class LoadContext:
 
         If the number of stages differs, those of the first stage.
         """
-        saved, live, names_by_stage = self.opened.topology, self.topology, self.options.saved_param_names
+        saved = self.opened.topology
+        live = self.topology
+        names_by_stage = self.options.saved_param_names
         stage = live.pp_rank if saved.pp == live.pp else 0
         if names_by_stage is not None and len(names_by_stage) == saved.pp:
             return _flat(names_by_stage[stage])
@@ -179,7 +185,8 @@ class LoadContext:
 
     def same_sizes(self, part: str) -> bool:
         """Return whether this rank's files are simply those of its coordinates."""
-        saved, live = self.opened.topology, self.topology
+        saved = self.opened.topology
+        live = self.topology
         sharded = part == "optimizer" and self.opened.parts.optimizer != "plain"
         # Model files do not depend on dp, nor does a plain optimizer; ZeRO-1 shards do.
         same_dp = saved.dp == live.dp or not sharded
@@ -192,7 +199,8 @@ class LoadContext:
 
         Names that no stage held are new, and show nothing.
         """
-        saved, live = self.opened.topology, self.topology
+        saved = self.opened.topology
+        live = self.topology
         if saved.pp == 1 or saved.pp != live.pp or self.model is None or not self.opened.parts.model:
             return False
         near = Coordinates(live.pp_rank, live.ep_rank % saved.ep, live.tp_rank % saved.tp)
@@ -215,7 +223,8 @@ class LoadContext:
 
     def is_reordered(self, optimizer: OptimizerAdapter) -> bool:
         """Return whether both sides know their parameters' names, and list them in another order."""
-        saved, live = self.saved_names(), optimizer.parameter_names
+        saved = self.saved_names()
+        live = optimizer.parameter_names
         if saved is None or live is None or any(map(is_number, [*saved, *live])):
             return False
         aliases = self.state.context.names

@@ -109,17 +109,21 @@ class LoadPlanner:
 
     def __init__(self, context: LoadContext, is_alone: bool = False, scheduler: Any = None) -> None:
         self._scheduler = scheduler
-        self._is_alone, self._parameters = is_alone, ComparedNames()
+        self._is_alone = is_alone
+        self._parameters = ComparedNames()
         self._context = context
         self._opened = context.opened
         self._topology = context.topology
-        self._options, self._filter = context.options, context.filter
-        self._model, self._optimizer = context.model, context.optimizer
+        self._options = context.options
+        self._filter = context.filter
+        self._model = context.model
+        self._optimizer = context.optimizer
         self._is_regrouped = False
         self._left: Sequence[str] = ()
         self._exact = ExactWeights({}, ())
         if self._filter and self._model is not None and self._opened.parts.model:
-            saved, aliases = self._context.state.model.values, self._model.aliases
+            saved = self._context.state.model.values
+            aliases = self._model.aliases
             tied = {name: leaf for name, leaf in saved.items() if name in self._model.tied}
             pairs = unequal_ties(tied, aliases, self._opened.reader)
             self._filter.know_apart({name for pair in pairs for name in pair})
@@ -158,7 +162,8 @@ class LoadPlanner:
 
     def compared_names(self) -> ComparedNames:
         """Return the names of the model, here and in the tag; none of a model that takes anything, or is left out."""
-        model, chosen = self._model, self._filter.of_model
+        model = self._model
+        chosen = self._filter.of_model
         if model is None or self._filter.covers("model") or not model.names():
             return ComparedNames()
         if isinstance(self._opened, MappedWeights):
@@ -186,7 +191,9 @@ class LoadPlanner:
             IncompatibleState: the tag and the live objects do not fit.
             PartNotFound: a tensor is in no file.
         """
-        model, optimizer, filtered = self._model, self._optimizer, self._filter
+        model = self._model
+        optimizer = self._optimizer
+        filtered = self._filter
         trees = LoadTrees(model, optimizer)
         given = {"model": model, "optimizer": optimizer, "scheduler": self._scheduler}
         parts = [part for part, live in given.items() if live is not None]
@@ -219,7 +226,8 @@ class LoadPlanner:
                 trees.names = self._opened.without_ties(trees.names)
         trees.refuse_stale_shards()
         trees.is_regrouped = self._is_regrouped
-        trees.parameters, trees.left = self._parameters, self._left
+        trees.parameters = self._parameters
+        trees.left = self._left
         trees.keeps = filtered.keeps(trees.names)
         return trees
 
@@ -282,7 +290,8 @@ class LoadPlanner:
         """Raise OptimizerMismatch if filters use names, but only positions identify the optimizer's parameters."""
         if optimizer.is_filled:
             return
-        mapping, live = self._filter.renaming.key_mapping, self._context.live_names
+        mapping = self._filter.renaming.key_mapping
+        live = self._context.live_names
         if live is None:
             live_model = [] if self._model is None else self._model.names()
             copies = optimizer.kind == "zero1" and any(map(self._filter.ignores_model, live_model))
@@ -343,7 +352,8 @@ class LoadPlanner:
         form = optimizer.form()
         if form is None:
             return context.target.optimizer_tree()
-        source, filtered = context.state.optimizer, self._filter
+        source = context.state.optimizer
+        filtered = self._filter
         if context.crosses(optimizer):
             self._refuse_crossing(form, source)
         live = [slot.name for slot in form.slots]
@@ -358,7 +368,8 @@ class LoadPlanner:
             names = [live[index] for index in group["params"]] if form.ordinary is None else []
             if names and fresh.issuperset(f"optim/{name}" for name in names):
                 group.update(options)
-        order, mesh = source.group_order(form, covers), self._opened.mesh
+        order = source.group_order(form, covers)
+        mesh = self._opened.mesh
         stage_only = mesh is not None and mesh.takes_own  # then other stages' groups come after its own
         self._is_regrouped = order != list(range(len(order) if stage_only else len(source.groups)))
         self._refuse_joined(form, order)
@@ -366,7 +377,8 @@ class LoadPlanner:
 
     def _refuse_crossing(self, form: OptimizerForm, source: ReshardedOptimizer) -> None:
         """Raise OptimizerMismatch if a plain optimizer cannot go on from ZeRO-1's state, or the reverse."""
-        where, kinds = self._opened.where, ("ZeRO-1", "plain") if form.kind == "plain" else ("plain", "ZeRO-1")
+        where = self._opened.where
+        kinds = ("ZeRO-1", "plain") if form.kind == "plain" else ("plain", "ZeRO-1")
         if self._context.live_names is None or any(map(is_number, source.slots)):
             raise OptimizerMismatch(
                 f"optimizer: {where} holds the state of a {kinds[0]} optimizer, the live one is {kinds[1]}. One takes "
@@ -387,7 +399,8 @@ class LoadPlanner:
 
     def _compared_parameters(self, source: ReshardedOptimizer, live: Sequence[str]) -> ComparedNames:
         """Return the names of the optimizer's parameters, here and in the tag. Under strict none may be missing."""
-        context, covers = self._context.state.context, self._filter.covers
+        context = self._context.state.context
+        covers = self._filter.covers
         own = {alias for name in live for alias in context.names(name)}
         unknown = [name for name in source.slots if name not in own and not covers(f"optim/{name}")]
         unknown = [name for name in unknown if not name.startswith(NOT_LIVE)]
@@ -421,13 +434,15 @@ class LoadPlanner:
         missing = [name for name, leaf in tree.items() if isinstance(leaf, MissingTensor)]
         if not missing:
             return tree
-        parts, where = self._opened.parts, self._opened.where
+        parts = self._opened.parts
+        where = self._opened.where
         if parts.lower_precision_weights or not parts.master_weights:
             raise PartLost(
                 f"{where}: {tree[missing[0]].file} (model, {missing[0]}) is missing, with {len(missing) - 1} more: the "
                 "tag lost files since it was saved"
             )
-        specs, weight = self._context.specs, self._context.state.weight
+        specs = self._context.specs
+        weight = self._context.state.weight
         weights = {name: weight(name, tree[name], specs.get(name)) for name in missing}
         lost = [name for name, leaf in weights.items() if isinstance(leaf, MissingTensor)]
         if lost and self._options.strict_names and not self._matches_all_masters:

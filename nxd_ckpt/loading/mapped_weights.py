@@ -54,7 +54,8 @@ class MappedWeights(OpenTag):
                 f"{self.where} has Hugging Face's form, and is loaded into a live model: its names and shapes "
                 f"determine each rank's part; pass model=, found {request.model!r}"
             )
-        self.topology, options = request.topology, request.options
+        self.topology = request.topology
+        options = request.options
         sizes = self.topology.sizes
         if request.optimizer is not None and self.parts.optimizer is not None and (sizes["tp"], sizes["pp"]) != (1, 1):
             raise UnsupportedState(
@@ -112,7 +113,8 @@ class MappedWeights(OpenTag):
 
     def _lacking(self, match: Match) -> list[str]:
         """Return the tensors of a rule that the files lack."""
-        ties, has = self._mapping.ties_of(self._sizes), self._tensors.has
+        ties = self._mapping.ties_of(self._sizes)
+        has = self._tensors.has
         names = match.rule.names(match.numbers, self._sizes)
         return [name for name in names if not (has(name) or has(ties.get(name, name)))]
 
@@ -153,7 +155,8 @@ class MappedWeights(OpenTag):
         for name, leaf in leaves.items():
             _refuse_narrowing(name, leaf, self.where)
             self._refuse_zeroed_rows(name, self._matches[name])
-        filled, meta = self._model.ids(names), self._model.on_meta()
+        filled = self._model.ids(names)
+        meta = self._model.on_meta()
         left = sorted(name for place, name in meta.items() if place not in filled and not ignores(name))
         if left:
             problem = (
@@ -176,7 +179,8 @@ class MappedWeights(OpenTag):
         plain = {name: each for each, name in plain_names(names, "the live model").items()}
         with_rules = {match.name for match in self._mapping.split(name for name in plain if name != plain[name])[0]}
         by_rule = {base_names.get(name, name if name in with_rules else plain[name]): name for name in plain}
-        prefix, has_rule = self._mapping.base_prefix, self._mapping.split
+        prefix = self._mapping.base_prefix
+        has_rule = self._mapping.split
         if any(name.startswith(prefix) for name in by_rule):
             return by_rule
         # The base model alone: its own names lack the prefix.
@@ -187,10 +191,14 @@ class MappedWeights(OpenTag):
 
         Ranks that do not divide the rows must pad them. Further rows are padding only if they are zero.
         """
-        dim, rows, tp, shape = match.rule.dim, match.rule.members[0].rows, self.topology.tp, self._specs[name].shape
+        dim = match.rule.dim
+        rows = match.rule.members[0].rows
+        tp = self.topology.tp
+        shape = self._specs[name].shape
         if dim is None or rows is None:
             return
-        length, count = shape[dim] * tp, self._sizes.get(rows)
+        length = shape[dim] * tp
+        count = self._sizes.get(rows)
         if length <= count:
             return
         if length != count + -count % tp:

@@ -54,7 +54,9 @@ class Delivery:
     """
 
     def __init__(self, reader: Reads, fill: Fill, saw: Fill) -> None:
-        self._reader, self._fill, self._saw = reader, fill, saw
+        self._reader = reader
+        self._fill = fill
+        self._saw = saw
         self._in_place: list[tuple[Leaf, torch.Tensor]] = []
         self._waiting: deque[tuple[Leaf, int, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._waiting_bytes = 0

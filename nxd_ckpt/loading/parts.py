@@ -114,7 +114,8 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
     """Raise IncompatibleState if other schedulers, or objects of other names, were saved than are live."""
     states = named_states(saved)
     if isinstance(live, NamedObjects) or (states is not None and live is not None and not isinstance(live, dict)):
-        names, saved_names = (list(live) if isinstance(live, NamedObjects) else []), list(states or ())
+        names = list(live) if isinstance(live, NamedObjects) else []
+        saved_names = list(states or ())
         if sorted(names) != sorted(saved_names):
             objects = "one scheduler, without a name" if states is None else listed(saved_names, ())
             expected = f"state= has {listed(names, ())}" if names else "the live one is one scheduler"
@@ -157,7 +158,8 @@ def require_kinds(
     for name, value in saved.items():
         if name not in live or (isinstance(value, TENSORS) and isinstance(live[name], TENSORS)):  # as nearly all are
             continue
-        expected, found = _kind_of(live[name]), _kind_of(value)
+        expected = _kind_of(live[name])
+        found = _kind_of(value)
         if expected is not None and found not in (None, expected):
             raise refused(f"{where}: model/{name} was saved as {found}, {shown(value)}; the live one is {expected}")
 
@@ -180,7 +182,8 @@ def require_taken(live: Any, saved: Any, where: str, refused: type[CheckpointErr
             require_taken(one, state, where, refused)
     elif getattr(getattr(type(live), "load_state_dict", None), "__module__", None) in _TORCHS:
         _check_class(live, saved, where, refused)
-        attributes, before = dict(vars(live)), deepcopy(live.state_dict())
+        attributes = dict(vars(live))
+        before = deepcopy(live.state_dict())
         try:
             live.load_state_dict(deepcopy(saved))
             if saved and not before:
@@ -207,7 +210,8 @@ def _check_class(live: Any, saved: Any, where: str, refused: type[CheckpointErro
     own_options, saved_options = (
         [option for option in _OPTIONS if option in state] for state in (live.state_dict(), saved)
     )
-    inner, inside = getattr(live, "_schedulers", []), saved.get("_schedulers")
+    inner = getattr(live, "_schedulers", [])
+    inside = saved.get("_schedulers")
     states = inside if isinstance(inside, list) else []
     if (own_options, len(inner)) != (saved_options, len(states)):
         raise refused(
@@ -255,7 +259,8 @@ def part_names(
     opened: OpenTag, topology: Topology, filtered: Filter, *, scheduler: bool, rank_content: bool
 ) -> Iterator[str]:
     """Yield the names of the tag's content beside model and optimizer, and of parts to load."""
-    parts, covers = opened.parts, filtered.covers
+    parts = opened.parts
+    covers = filtered.covers
     if parts.scheduler or scheduler:
         yield "scheduler"
     if parts.user_content:
@@ -299,7 +304,8 @@ def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]
 
     There are none if a rank's file is damaged or lost, or holds more than plain data: it may have held part of each.
     """
-    merged, problems = dict[Any, Position](), list[str]()
+    merged = dict[Any, Position]()
+    problems = list[str]()
     try:
         positions = _positions(opened) if opened.parts.rank_content else {}
     except (CorruptCheckpoint, PartLost, UnsafePickle) as error:
@@ -371,7 +377,8 @@ def lacks_scheduled_rates(opened: OpenTag) -> bool:
 
 def with_scheduled_rates(tree: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """Return an optimizer's ``tree`` with the learning rates in the ``scheduler``'s state dict, if it has them."""
-    groups, rates = tree["param_groups"], _rates(scheduler)
+    groups = tree["param_groups"]
+    rates = _rates(scheduler)
     if len(groups) == 2 * len(rates):  # experts have groups of their own
         rates = [*rates, *rates]
     if len(groups) != len(rates):

@@ -166,7 +166,8 @@ class Provenance:
 
     def _is_of_one_whole(self, about: StateTensor) -> bool:
         """Return whether both sides know the cut, and cut a tensor of one shape."""
-        manifest, live = self._opened.manifest, about.spec
+        manifest = self._opened.manifest
+        live = about.spec
         if about.placed is not None or manifest is None:
             return True
         names = self._aliases(_parts_of(about.name)[0])
@@ -189,7 +190,8 @@ def _is_all(stub: TensorStub, entry: TensorEntry) -> bool:
 
 def _rightly_placed(fragment: Fragment, saved: Sequence[Piece], live: Sequence[Piece]) -> Iterator[Box]:
     """Yield the boxes of the fragment's source whose elements are the same elements of the global tensor as live."""
-    source, target = fragment.source, fragment.target
+    source = fragment.source
+    target = fragment.target
     for piece in saved:
         inside = piece.local.intersect(source)
         if inside is None:
@@ -254,9 +256,11 @@ class Proof(Comparison):
         ``content`` is what was saved of the rank's content, and the dict that was filled with it.
         """
         self._sees_scheduler = is_users(scheduler)
-        live, is_same = None, False
+        live = None
+        is_same = False
         with self.capturing("model"):
-            live, before = None if model is None else open_model(model), self._trees.model
+            live = None if model is None else open_model(model)
+            before = self._trees.model
             is_same = live is not None and before is not None and live.is_as(before)
             self._compare_model(live, is_same)
         with self.capturing("optimizer"):
@@ -279,13 +283,16 @@ class Proof(Comparison):
         trees = self._trees
         if live is None or not trees.names or trees.model is None:
             return
-        before, values = trees.model, live.live
+        before = trees.model
+        values = live.live
         known = before if is_same else live  # what follows from the tensors is known then
         specs = self._context.specs if is_same else live.parameters(self._context.topology.tp)
         placed = live.placed([name for name in trees.names if name in values])
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, known.aliases)
         for name in trees.names:
-            leaf, value, by_user = trees.model_tree[name], values.get(name, ABSENT), name in trees.seen_by_users
+            leaf = trees.model_tree[name]
+            value = values.get(name, ABSENT)
+            by_user = name in trees.seen_by_users
             if by_user and value is ABSENT:
                 continue  # under what name its module keeps it, only the module knows
             what = f"model/{name}"
@@ -305,7 +312,8 @@ class Proof(Comparison):
                 self.find("weights", f"model/{name}", "the live model has it, and nothing was loaded into it", False)
 
     def _compare_optimizer(self, optimizer: OptimizerAdapter, state: LiveState) -> None:
-        saved, by_user = self._trees.optimizer_tree, optimizer.passes_user_code
+        saved = self._trees.optimizer_tree
+        by_user = optimizer.passes_user_code
         if saved and not optimizer.is_filled:
             saved = _as_live(saved, state.tree)
         if saved:
@@ -316,7 +324,8 @@ class Proof(Comparison):
     def _compare_entries(
         self, optimizer: OptimizerAdapter, state: LiveState, tree: dict[str, Any], by_user: bool
     ) -> None:
-        names, is_dict = self._trees.names_by_index, optimizer.is_filled
+        names = self._trees.names_by_index
+        is_dict = optimizer.is_filled
         aliases = (lambda name: [name]) if self._trees.model is None else self._trees.model.aliases
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, aliases)
         read = set[str]()
@@ -362,7 +371,8 @@ class Proof(Comparison):
             is_compared = options["params"] or EXPERT_KEYS[0] not in tree
             for option, value in options.items():
                 if is_compared and option not in _NOT_OPTIONS:
-                    now, name = _at(live, ("param_groups", number, option)), f"optim/param_groups.{number}.{option}"
+                    now = _at(live, ("param_groups", number, option))
+                    name = f"optim/param_groups.{number}.{option}"
                     self.compare("groups", name, value, now, by_user or self._sees_scheduler)
         others, now = ({key: own[key] for key in own.keys() - {"param_groups", *SECTIONS}} for own in (tree, live))
         values = dict(iter_leaves(now))
@@ -421,12 +431,15 @@ class Proof(Comparison):
         """Compare strides: those that were noted, which a save would note again, or those of the parameter."""
         if not isinstance(leaf, (TensorStub, Assembly)) or is_xla(now) or is_rows(name) or not leaf.numel:
             return
-        saved, found = stored_stride(leaf), local_of(now).stride()
+        saved = stored_stride(leaf)
+        found = local_of(now).stride()
         if of_parameter and (saved is None or saved.as_parameter):
-            expected, is_equal = "those of its parameter", noted is None or noted.as_parameter
+            expected = "those of its parameter"
+            is_equal = noted is None or noted.as_parameter
         else:
             steps = contiguous_stride(leaf.shape) if saved is None else fitted(saved.steps, leaf.shape)
-            expected, is_equal = str(steps), steps == found
+            expected = str(steps)
+            is_equal = steps == found
         if not is_equal:
             self.find("moments", name, f"expected strides {expected}, as it was saved, found {found}", False)
 

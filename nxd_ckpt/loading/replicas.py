@@ -52,7 +52,8 @@ class Broadcast(Closing):
     def __init__(self, agreement: Agreement, ranks: Sequence[int], place: int, timeout: float) -> None:
         import torch.distributed as dist
 
-        self._ranks, self._place = list(ranks), place
+        self._ranks = list(ranks)
+        self._place = place
         store = agreement.store(f"replicas/{sha256(repr(self._ranks).encode()).hexdigest()[:32]}")
         try:
             gloo: Any = getattr(dist, "ProcessGroupGloo")  # noqa: B009 (torch does not declare what it exports)
@@ -106,7 +107,8 @@ class Broadcast(Closing):
         import torch.distributed as dist
 
         options: Any = getattr(dist, "BroadcastOptions")()  # noqa: B009
-        options.rootRank, options.rootTensor = owner, 0
+        options.rootRank = owner
+        options.rootTensor = 0
         try:
             for start in range(0, len(block), _CHUNK):
                 self._gloo.broadcast([block[start : start + _CHUNK]], options).wait()
@@ -133,8 +135,10 @@ class SharedReads(Closing):
 
     def __init__(self, agreement: Agreement, shares: ReplicaShares, timeout: float) -> None:
         self.requested: int = 0
-        self._shares, self._settled = shares, 0
-        self._turns, self._ahead = deque[_Turn](), 0
+        self._shares = shares
+        self._settled = 0
+        self._turns = deque[_Turn]()
+        self._ahead = 0
         self._most_ahead = _AHEAD * max((len(group.ranks) for group in shares.groups), default=1)
         self._error: Exception | None = None
         with ExitStack() as groups:
@@ -149,12 +153,14 @@ class SharedReads(Closing):
 
     def delivery(self, reader: LeafReader, begin: Fill, saw: Fill) -> Delivery:
         """Return what fills live tensors, on all replicas together; ``begin`` starts a read through ``reader``."""
-        self._reader, self._begin = reader, begin
+        self._reader = reader
+        self._begin = begin
         return Delivery(self, self.fill, saw)
 
     def fill(self, leaf: Leaf, out: torch.Tensor) -> None:
         """Start to fill ``out`` on all replicas that have the leaf in common."""
-        group, mark = self._shares.group(leaf), 0
+        group = self._shares.group(leaf)
+        mark = 0
         if self._shares.is_verified_here(leaf) and self._error is None:
             try:
                 self._begin(leaf, out)

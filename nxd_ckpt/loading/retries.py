@@ -134,7 +134,8 @@ class LoadRetries:
             return None
         _distrust(nearest, of_manifests)
         copies = SaveCopies(*decided)
-        places, reference = [self._storages[number] for number in copies.places], self._storages[copies.manifest]
+        places = [self._storages[number] for number in copies.places]
+        reference = self._storages[copies.manifest]
 
         def own_share() -> tuple[dict[str, Substitute], Doubts]:
             manifest = manifest_of(reference, tag)

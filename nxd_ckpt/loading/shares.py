@@ -120,7 +120,8 @@ def agree_on_shares(
     """
     if agreement.world_size == 1:
         return ReplicaShares(topology, ())  # it may act as one rank of several
-    leaves, place_of = list(leaves), {id(leaf): place for _, leaf, place in placed}
+    leaves = list(leaves)
+    place_of = {id(leaf): place for _, leaf, place in placed}
     plain = [named for named in leaves if id(named[1]) not in place_of]
     ranks, _ = _Replicas(topology).of(None)
     order = _digest([name for name, _ in leaves])
@@ -156,7 +157,8 @@ def _meshes(placed: Sequence[tuple[str, Leaf, Placed]]) -> list[list[Any]]:
     """Return for each mesh its digest, its number of ranks, and a digest of the tensors loaded on it."""
     loaded: dict[int, tuple[Mesh, list[Any]]] = {}
     for name, leaf, place in placed:
-        mesh, placements = place.layout.mesh, place.layout.placements
+        mesh = place.layout.mesh
+        placements = place.layout.placements
         loaded.setdefault(id(mesh), (mesh, []))[1].append((name, leaf.dtype, place.shape, placements))
     return [[_digest(mesh), len(mesh.ranks), _digest(on_mesh)] for mesh, on_mesh in loaded.values()]
 

@@ -63,7 +63,8 @@ class LoadTrees:
         if own:
             own.refuse_others(self._meshes)
             self.model_tree = own.put_into("model", self.model_tree, None, self.model_placed)
-            names, placed = self.names_by_index, self.optimizer_placed
+            names = self.names_by_index
+            placed = self.optimizer_placed
             self.optimizer_tree = own.put_into("optimizer", self.optimizer_tree, names, placed)
 
     @property
@@ -125,7 +126,8 @@ class LoadTrees:
         Data-parallel replicas read all of the model, and of a plain optimizer; ranks of a mesh what is placed on it.
         """
         plain = self.optimizer is not None and self.optimizer.kind == "plain"
-        placed, own = {id(leaf) for _, leaf, _ in self.placed_leaves()}, self._own_leaves
+        placed = {id(leaf) for _, leaf, _ in self.placed_leaves()}
+        own = self._own_leaves
         common = (item for item in self.leaves() if id(item[1]) not in own)
         return (item for item in common if plain or item[0].startswith("model/") or id(item[1]) in placed)
 
@@ -162,7 +164,8 @@ class LoadTrees:
 
 def local_part(leaf: Leaf, placed: Placed) -> Leaf:
     """Return this rank's part of the tensor ``leaf``; dense, in the recorded order of dimensions."""
-    part, stride = part_of(leaf, placed.pieces, placed.local_shape), stride_of(leaf)
+    part = part_of(leaf, placed.pieces, placed.local_shape)
+    stride = stride_of(leaf)
     return part if stride is None else with_stride(part, stride._replace(steps=dense(stride.steps, part.shape)))
 
 

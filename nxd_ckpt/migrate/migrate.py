@@ -71,7 +71,9 @@ class Translation:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        origin, form, model_only = self._origin, self._chosen.to, self._chosen.optimizer is False
+        origin = self._origin
+        form = self._chosen.to
+        model_only = self._chosen.optimizer is False
         without_rest = model_only or form in ("hf", "torchtitan", "files")
         has_optimizer = origin.opened.parts.optimizer is not None
         missing = {
@@ -85,7 +87,8 @@ class Translation:
 
     @cached_property
     def terms(self) -> HuggingFaceTerms:
-        origin, chosen = self._origin, self._chosen
+        origin = self._origin
+        chosen = self._chosen
         files = [] if self._config is None else read_config(self._config, chosen.storage_options)
         config = text_config(config_in(files))
         mapping = completed(find_mapping(self._mapping, config), config)
@@ -113,13 +116,16 @@ class Translation:
 
     def _sizes(self, mapping: ModelMapping, config: Mapping[str, Any]) -> Sizes:
         """Return the sizes of the model, with the order of key-value heads in which their copies are equal."""
-        opened, where = self._origin.opened, self._origin.place.path
-        recorded, requested = self._origin.kv_size_multiplier, self._chosen.kv_size_multiplier
+        opened = self._origin.opened
+        where = self._origin.place.path
+        recorded = self._origin.kv_size_multiplier
+        requested = self._chosen.kv_size_multiplier
         if None not in (recorded, requested) and recorded != requested:
             raise InvalidArgument(f"kv_size_multiplier={requested}, but {where} has {recorded}; leave it out")
         if mapping.name == INFERENCE:
             return inference_sizes(mapping, config, opened.topology.tp)
-        copies, hardware = requested or recorded or 1, self._chosen.hardware
+        copies = requested or recorded or 1
+        hardware = self._chosen.hardware
         if copies == 1:
             return mapping.sizes(config, copies, hardware or "trn1")
         fitting: list[Sizes] = []
@@ -145,7 +151,8 @@ class Translation:
 
     def to_hf(self, dst: StrPath) -> Converted:
         """Make the Hugging Face directory ``dst``, or of an adapter PEFT's."""
-        origin, chosen = self._origin, self._chosen
+        origin = self._origin
+        chosen = self._chosen
         if origin.imported is not None:
             raise UnsupportedState(
                 f"{self._source.root.path} has Hugging Face's form already: copy it, or choose another form "
@@ -156,7 +163,8 @@ class Translation:
         copies = chosen.kv_size_multiplier or origin.kv_size_multiplier
         if origin.writer is not Program.OPTIMUM_ADAPTER:
             if self._mapping == INFERENCE or ((copies or 1) > 1 and chosen.hardware is None):
-                copies, facts["hardware"] = self.terms.sizes.kv_size_multiplier, self.terms.sizes.hardware
+                copies = self.terms.sizes.kv_size_multiplier
+                facts["hardware"] = self.terms.sizes.hardware
             if not self._source.is_tag:
                 refuse_other_model(origin.opened, self.terms)
         done = to_hf(self._source, dst, replace(chosen, kv_size_multiplier=copies, saved_param_names=names, **facts))
@@ -170,7 +178,8 @@ class Translation:
         """Make ``step-N`` in ``dst``."""
         # From step 0 TorchTitan loads only the model, from any other step everything.
         tag = self.tag
-        is_model_only, step = tag.parts.optimizer is None, self.step or 0
+        is_model_only = tag.parts.optimizer is None
+        step = self.step or 0
         assert self.terms.torchtitan is not None
         scheduler = self.terms.torchtitan.scheduler(step, tag.param_groups)
         train_state = {"step": step, "ntokens_seen": self._origin.tokens}
@@ -185,7 +194,9 @@ class Translation:
 
     def to_tag(self, dst: StrPath) -> Converted:
         """Make the tag ``dst``."""
-        origin, chosen, tag = self._origin, self._chosen, self.tag
+        origin = self._origin
+        chosen = self._chosen
+        tag = self.tag
         form = "plain" if chosen.optimizer_form is None else chosen.optimizer_form
         optimizer = None if tag.parts.optimizer is None else form
         use_xser = bool(chosen.use_xser)
@@ -213,7 +224,8 @@ class Translation:
 
     def _written(self, tag: HuggingFaceTag, names: DcpNames, dst: StrPath) -> Converted:
         chosen = self._chosen
-        state, target = DcpState(WholeTag(tag), names), locate_apart(dst, self._source.place, chosen.written_with)
+        state = DcpState(WholeTag(tag), names)
+        target = locate_apart(dst, self._source.place, chosen.written_with)
         output = Output(target, chosen, TORCH_DCP)
         return self._described(write_dcp(state, output, self._source, chosen))
 
@@ -230,7 +242,8 @@ def completed(mapping: ModelMapping, config: Mapping[str, Any]) -> ModelMapping:
     family = _family(mapping, config)
     if family is None:
         return mapping
-    keys, tied = {**family.keys, **mapping.keys}, {**family.tied, **mapping.tied}
+    keys = {**family.keys, **mapping.keys}
+    tied = {**family.tied, **mapping.tied}
     return replace(mapping, keys=keys, tied=tied, ties=family.ties)
 
 

@@ -93,7 +93,8 @@ class OptimumMetadata:
             ) from error
 
     def _pickled_rules(self, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        cuts, heads = checked(dict, content[SHARDED_METADATA]), checked(dict, content["gqa_qkv_metadata"])
+        cuts = checked(dict, content[SHARDED_METADATA])
+        heads = checked(dict, content["gqa_qkv_metadata"])
         if self.adapter is None:
             self.stages.append(list(cuts))
         else:
@@ -171,7 +172,9 @@ class OptimumMetadata:
     def _fused(self, module: str, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the rules of layers side by side in one."""
         self._agree("tp", spec["tp_size"])
-        layer, names, dims = f"{module}.{spec['fused_linear_name']}", spec["linear_names"], spec["original_dims"]
+        layer = f"{module}.{spec['fused_linear_name']}"
+        names = spec["linear_names"]
+        dims = spec["original_dims"]
         if spec["fuse_axis"] not in (0, "column") or len(set(dims)) != 1 or len(dims) != len(names):
             raise UnsupportedState(
                 f"{self._file}: {layer} was made of {', '.join(names)} with {dims} rows along axis "
@@ -214,7 +217,8 @@ class OptimumMetadata:
             )
 
     def _agree(self, name: str, value: object) -> None:
-        earlier, value = getattr(self, name), checked(int, value)
+        earlier = getattr(self, name)
+        value = checked(int, value)
         if earlier not in (None, value):
             raise MalformedFile(
                 f"{self._file}: has {name}={value}, elsewhere {name}={earlier}; files of two saves are mixed"

@@ -144,7 +144,8 @@ def _hugging_face(source: Source, files: TagFiles, chosen: ConvertOptions) -> Or
 
 def _tag(source: _Source) -> Origin:
     """Describe a tag of NxD or nxd_ckpt, which holds everything."""
-    opened, parts = source.opened, source.opened.parts
+    opened = source.opened
+    parts = source.opened.parts
     rest = ("rank content",) * parts.rank_content
     if not source.needs_rest:
         lost = ("scheduler",) * parts.scheduler + ("user content",) * parts.user_content
@@ -213,7 +214,8 @@ def _optimum(source: _Source) -> Origin:
 def _with_trainer(origin: Origin, beside: TagFiles, folder: str) -> Origin:
     """Add the files of transformers' trainer in ``folder``."""
     state = json_object(beside, "trainer_state.json")
-    step, tokens = state.get("global_step"), state.get("num_input_tokens_seen")
+    step = state.get("global_step")
+    tokens = state.get("num_input_tokens_seen")
     scheduler, left_out = _plain(beside, "scheduler.pt")
     if origin.opened.parts.optimizer is not None and not beside.has("scheduler.pt"):
         left_out.append("the scheduler, whose scheduler.pt is missing")
@@ -253,7 +255,9 @@ def _old_optimum(source: _Source) -> Origin:
     beside them.
     """
     described = _tag(source._replace(needs_rest=True))
-    files, cuts, computed = source.files, dict[str, Any](), list[str]()
+    files = source.files
+    cuts = dict[str, Any]()
+    computed = list[str]()
     for rank in legacy.first_of_stages(files):
         content = files.tree(rank)
         cuts |= _inside(content, SHARDED_METADATA)
@@ -268,8 +272,10 @@ def _old_optimum(source: _Source) -> Origin:
 
 def _script(source: _Source) -> Origin:
     """Describe a script's own dict, saved by torch-xla or torch DCP, with the names of its own model."""
-    described, opened = _tag(source._replace(needs_rest=True)), source.opened
-    writer, place = source.origin.writer, source.origin.place
+    described = _tag(source._replace(needs_rest=True))
+    opened = source.opened
+    writer = source.origin.writer
+    place = source.origin.place
     if writer is Program.TORCH_XLA and source.files.tag == source.beside.tag and is_trainers(source.beside.names()):
         described = _with_trainer(described, source.beside, join(place.directory, place.name))
     model = opened.model_tree(Coordinates()) if opened.parts.model else {}

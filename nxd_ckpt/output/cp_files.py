@@ -48,7 +48,8 @@ class HostCopies:
 
     def side_by_side(self, files: Sequence[TagFile]) -> list[TagFile]:
         """Return the files in an order that keeps all hosts busy: one file of each host, then the next of each."""
-        turns, begun = dict[str, int](), Counter[int | None]()
+        turns = dict[str, int]()
+        begun = Counter[int | None]()
         for file in files:
             copier = self._copier.get(file.name)
             begun[copier] += 1
@@ -63,7 +64,8 @@ class HostCopies:
         A host that fails is not asked again. Errors of ``progress`` pass, and of ``confirm``, which is called before a
         failed copy is removed. Raises OSError if ``target`` is not reachable.
         """
-        number, key = self._copier.get(file.name), f"{folder}/{file.name}"
+        number = self._copier.get(file.name)
+        key = f"{folder}/{file.name}"
         if number is None or file.entry is None or number in self._left_out:
             return False
         try:
@@ -89,7 +91,8 @@ class HostCopies:
 
 def assign_hosts(files: Iterable[TagFile], holders: Mapping[str, Iterable[int]]) -> dict[str, int]:
     """Return the host that copies each file, by name: of its holders, the one with the fewest bytes to copy. Pure."""
-    load, chosen = Counter[int](), dict[str, int]()
+    load = Counter[int]()
+    chosen = dict[str, int]()
     for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
         least = min(sorted(holders[file.name]), key=lambda number: load[number], default=None)
         if least is not None:
@@ -217,17 +220,21 @@ class FileCopy:
         hosts: HostCopies | None = None,
         confirm: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._hosts, self._own_turn = hosts, nullcontext() if hosts is None else hosts.own_turn
+        self._hosts = hosts
+        self._own_turn = nullcontext() if hosts is None else hosts.own_turn
         self._opened = opened
         self._target = target
         self._folder = folder
-        self._hard_links, self._progress = means.hard_links and opened.manifest is not None, means.pace.moved
-        self._readers, self._confirm = means.readers, confirm
+        self._hard_links = means.hard_links and opened.manifest is not None
+        self._progress = means.pace.moved
+        self._readers = means.readers
+        self._confirm = confirm
         self._present: Mapping[str, None] = dict.fromkeys(files_of(TagFiles(target, folder)))
 
     def surplus(self, files: Sequence[TagFile]) -> list[str]:
         """Return files in the folder that are none of ``files``. In a tag's own place, files of others stay."""
-        kept, is_tag = {file.name for file in files}, not self._target.renames
+        kept = {file.name for file in files}
+        is_tag = not self._target.renames
         return [name for name in self._present if name not in kept and (names.is_own(name) or not is_tag)]
 
     def remove(self, name: str) -> None:

@@ -94,7 +94,8 @@ def _fill(
         for span, view in zip(wave, views, strict=True):
             planned = sets[set_number][span.file]
             for number, start, stop, at in span.tensors(planned.image):
-                tensor, mine = planned.image.tensors[number], view[at : at + stop - start]
+                tensor = planned.image.tensors[number]
+                mine = view[at : at + stop - start]
                 if isinstance(tensor, torch.Tensor):
                     mine[:] = byte_view(tensor)[start:stop]
                 else:
@@ -119,7 +120,8 @@ def read_run(
     Yields parts of the leaf, each with its tensor in that memory, after it has been asked for.
     """
     leaf, dtype = leaf.base, torch_dtype(leaf.dtype)
-    first, last = begin // dtype.itemsize, (begin + len(memory)) // dtype.itemsize
+    first = begin // dtype.itemsize
+    last = (begin + len(memory)) // dtype.itemsize
     at = 0
     for box in boxes_of_run(first, last, leaf.shape):
         out = torch.frombuffer(memory, dtype=dtype, count=box.numel, offset=at).view(box.size)
@@ -131,7 +133,8 @@ def read_run(
 
 def _loses_range(leaf: Assembly) -> bool:
     """Return whether the leaf's dtype has a smaller range than that of a part."""
-    cast, saved = torch_dtype(leaf.dtype), {torch_dtype(fragment.stub.dtype) for fragment in leaf.fragments}
+    cast = torch_dtype(leaf.dtype)
+    saved = {torch_dtype(fragment.stub.dtype) for fragment in leaf.fragments}
     return cast.is_floating_point and any(torch.finfo(cast).max < torch.finfo(dtype).max for dtype in saved - {cast})
 
 

@@ -74,7 +74,8 @@ class Output:
         self.place = place
         self.storage: Storage = place.open(chosen.durable)
         self._kind = kind
-        self._chosen, self._made = chosen, list[str]()
+        self._chosen = chosen
+        self._made = list[str]()
         self._lease: OutputLease | None = None
         settle(place, self.storage)
         self._check()
@@ -104,7 +105,8 @@ class Output:
         self, source: Source, opened: OpenTag, nbytes: int, progress: bool, *, verified: bool = False
     ) -> Iterator[Counter]:
         """Write in this context what was ``opened`` of the source, and count its bytes; see `writing` and `guarded`."""
-        started, written = time.monotonic(), Counter()
+        started = time.monotonic()
+        written = Counter()
         with (
             self.writing(nbytes),
             opened.guarded(verified=verified),
@@ -169,7 +171,8 @@ class Output:
         remove_unused(self._made)
 
     def _leased(self) -> OutputLease:
-        shown, directory = f"output {self.place.path}", self.place.lease_directory()
+        shown = f"output {self.place.path}"
+        directory = self.place.lease_directory()
         if is_in_use_here(directory):
             raise DirectoryInUse(f"{shown} is being written by another thread of this process; wait for it")
         return OutputLease(directory, shown=shown)
@@ -186,7 +189,8 @@ class Output:
                 self.place.lease_directory().drop_empty(key)
 
     def _make_visible(self) -> None:
-        storage, replacement = self.storage, self.place.replacement(self.storage)
+        storage = self.storage
+        replacement = self.place.replacement(self.storage)
         if self._kind is not None:
             storage.sync_dir(self.folder)
         if not storage.renames:
@@ -211,7 +215,8 @@ class Output:
         storage.remove(self.folder)
 
     def _remove_remains(self) -> None:
-        storage, replacement = self.storage, self.place.replacement(self.storage)
+        storage = self.storage
+        replacement = self.place.replacement(self.storage)
         self._remove_unfinished()
         if storage.renames and replacement.is_there(replacement.aside):
             # While it is removed, it must not have the name from which it would be restored.
@@ -219,7 +224,9 @@ class Output:
             storage.remove(replacement.finished)
 
     def _check(self) -> None:
-        path, name, overwrite = self.place.path, self.place.name, self._chosen.overwrite
+        path = self.place.path
+        name = self.place.name
+        overwrite = self._chosen.overwrite
         if self._kind is None:
             if self.storage.is_dir(name):
                 raise InvalidArgument(f"output {path} is a directory; choose another path")

@@ -104,7 +104,8 @@ def find_source(path: StrPath, options: StorageOptions | None) -> Source:
         MalformedFile: it has two layouts at once.
         UnsupportedState: a file with a part of a model.
     """
-    whole, options = absolute(path), settled_input(path, options).options
+    whole = absolute(path)
+    options = settled_input(path, options).options
     place = own_location(whole, options)
     storage = place.open()
     settle_swap(storage)
@@ -196,7 +197,8 @@ def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
         for rank in range(process, opened.topology.world_size, processes):
             at = opened.topology.coordinates_of(rank)
             _refuse_other_shards(opened, at)
-            peer, first = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep), Coordinates(at.pp_rank)
+            peer = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep)
+            first = Coordinates(at.pp_rank)
             mine = comparable(at)
             for reference, what in [(peer, name) for name in mine] + [(first, name) for name in _EQUAL_ON_A_STAGE]:
                 expected = comparable(reference)[what]
@@ -211,8 +213,10 @@ def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
 def _refuse_other_shards(opened: OpenTag, at: Coordinates) -> None:
     if opened.parts.optimizer != "zero1":
         return
-    tree, sizes = opened.optimizer_tree(at), opened.topology
-    first_expert, behind = tree.get("ep_base_state_offset"), tree.get("ep_shape_info_offset", 0)
+    tree = opened.optimizer_tree(at)
+    sizes = opened.topology
+    first_expert = tree.get("ep_base_state_offset")
+    behind = tree.get("ep_shape_info_offset", 0)
     for index, entries in tree.get("base_state", {}).items():
         expert = first_expert is not None and index >= first_expert
         shards = sizes.expert_dp if expert else sizes.dp

@@ -113,7 +113,8 @@ class ReshardContext:
 
     def near(self, pp_rank: int) -> Coordinates:
         """Return the reference rank of a stage: the rank at this rank's place, where sizes are the same."""
-        saved, live = self.saved, self.live
+        saved = self.saved
+        live = self.live
         ep_rank = live.ep_rank if saved.ep == live.ep else 0
         return Coordinates(pp_rank, ep_rank, live.tp_rank if saved.tp == live.tp else 0)
 
@@ -180,7 +181,8 @@ class ReshardContext:
 
     def saved_spec(self, name: str, live: ParameterSpec, shape: tuple[int, ...]) -> ParameterSpec:
         """Return the parameter as saving ranks held it, with ``shape``; cut as recorded, otherwise as the live one."""
-        recorded, explicit = self._recorded(name), self._is_live_explicit(name, live)
+        recorded = self._recorded(name)
+        explicit = self._is_live_explicit(name, live)
         if recorded is not None and self._is_credible(name, replace(recorded, shape=shape), live):
             return replace(recorded, shape=shape, explicit=recorded.explicit or explicit)
         if self.is_expert(name):
@@ -249,7 +251,9 @@ class ReshardContext:
         key or value of grouped-query attention, with fewer partitions. An explicit cut is trusted: untrained biases, or
         one seed on all ranks, make ranks equal too.
         """
-        sizes, live, partition = self.saved, self.live, saved.partition
+        sizes = self.saved
+        live = self.live
+        partition = saved.partition
         pairs: list[tuple[CutIndex, bool, str]] = []
         if sizes.ep > 1 and (sizes.ep, sizes.tp) != (live.ep, live.tp) and not partition.expert:
             pairs.append((CutIndex(ep_rank=1), True, "expert=True"))

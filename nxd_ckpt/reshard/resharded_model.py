@@ -53,7 +53,8 @@ class ReshardedModel:
 
     def value(self, name: str) -> Any:
         """Return a saving rank's value. Raises TopologyMismatch if stages saved different values under this name."""
-        stages, reference = self.stages[name], self.values[name]
+        stages = self.stages[name]
+        reference = self.values[name]
         if len(stages) == 1:
             return reference
         trees = [self._reference(pp_rank) for pp_rank in stages]
@@ -74,7 +75,8 @@ class ReshardedModel:
         """
         context = self._context
         specs = {name: context.live_spec(name, spec) for name, spec in live.items()} if context.partitions else live
-        problems, tree = ShapeProblems(), {}
+        problems = ShapeProblems()
+        tree = {}
         for name in names:
             try:
                 if name in self.stages:
@@ -89,14 +91,16 @@ class ReshardedModel:
 
         Raises ShapeMismatch, TopologyMismatch or IncompatibleState if it cannot be recut.
         """
-        context, reference = self._context, self.value(name)
+        context = self._context
+        reference = self.value(name)
         if isinstance(reference, MissingTensor) or context.is_as_saved(name, live):
             return reference
         if live is None or not is_tensor(reference):
             self._refuse_other_values(name)
             return reference
         dtype, shape = form_of(reference)
-        saved, pp_rank = context.saved_spec(name, live, shape), self.stages[name][0]
+        saved = context.saved_spec(name, live, shape)
+        pp_rank = self.stages[name][0]
         reads = context.reads(f"model/{name}", saved, live)
         self.refuse_unequal_replicas(name, pp_rank, saved)
         stubs = {read.holder: self.saved_by(pp_rank, read.holder)[name] for read in reads}

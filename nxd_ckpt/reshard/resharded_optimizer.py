@@ -95,7 +95,8 @@ class ReshardedOptimizer:
 
         Its own number if none fits.
         """
-        order, begin = [], 0
+        order = []
+        begin = 0
         for number, size in enumerate(form.groups[: form.ordinary[1] if form.ordinary else None]):
             own = [slot.name for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
             loaded = self._find(own)
@@ -203,7 +204,9 @@ class ReshardedOptimizer:
         return entry
 
     def _recut(self, slot: OptimizerSlot, saved: _SavedParameter, key: str) -> Any:
-        context, name, reference = self._context, f"optim/{slot.name}/{key}", saved.slot.state[key]
+        context = self._context
+        name = f"optim/{slot.name}/{key}"
+        reference = saved.slot.state[key]
         if key == STEP:
             return reference
         alone = self.holds_whole(saved.slot) and (context.live.tp, context.live.ep, slot.shards) == (1, 1, 1)
@@ -255,7 +258,9 @@ class ReshardedOptimizer:
 
         These are the first one, those at its place, so that all ranks together compare all, and one of each stage.
         """
-        sizes, live, shards = self._context.saved, self._context.live, self._shards(saved.slot)
+        sizes = self._context.saved
+        live = self._context.live
+        shards = self._shards(saved.slot)
         key = saved.pp_rank, saved.name, slot.shards, slot.shard
         if key not in self._holders:
             numbers = [
@@ -266,7 +271,8 @@ class ReshardedOptimizer:
             places = [CutIndex(*place) for place in product(*numbers)]
             place_by_rank = {self._at(saved, place): place for place in places}
             place_by_rank |= {self._at(replace(saved, pp_rank=stage), places[0]): places[0] for stage in self.stages}
-            nothing, holders = replace(saved.slot, entries={}, master=None), list[_Holder]()
+            nothing = replace(saved.slot, entries={}, master=None)
+            holders = list[_Holder]()
             for at, place in place_by_rank.items():
                 optimizer = self._saved_by(at)
                 if at.pp_rank == saved.pp_rank or saved.name in optimizer.slots:
@@ -283,7 +289,8 @@ class ReshardedOptimizer:
 
     def _part(self, holder: _Holder, spec: ParameterSpec, key: str) -> Any:
         """Return what the holder's entry is, equal for holders that have it alike; None if that is not known."""
-        value, place = holder.slot.state.get(key), holder.place
+        value = holder.slot.state.get(key)
+        place = holder.place
         if key == STEP or not is_tensor(value) or not self.is_shaped_like(holder.slot, form_of(value)[1]):
             return key
         pieces = spec.partition.pieces(spec.shape, place.tp_rank, self._context.saved.tp, place.ep_rank)
@@ -321,7 +328,8 @@ class ReshardedOptimizer:
         for part, value in values:
             digest = _digest(value)
             if None not in (part, digest) and first.setdefault(part, digest) != digest:
-                sizes, live = self._context.saved.describe(), self._context.live.describe()
+                sizes = self._context.saved.describe()
+                live = self._context.live.describe()
                 raise IncompatibleState(
                     f"{self._context.opened.where}: {name} differed between the ranks that saved it ({sizes}), and "
                     f"nothing tells whose this job ({live}) takes. {how_to_leave_out(name)}"
@@ -394,7 +402,8 @@ class ReshardedOptimizer:
 
     def _groups(self, form: OptimizerForm, saved: Sequence[SavedSlot | None]) -> list[dict[str, Any]]:
         """Return param groups with their saved options; no options if every entry of ``saved`` is None."""
-        groups, begin = [], 0
+        groups = []
+        begin = 0
         for number, size in enumerate(form.groups):
             own = [slot for slot in saved[begin : begin + size] if slot is not None]
             for slot in own[1:]:
@@ -451,7 +460,8 @@ class ReshardedOptimizer:
 
     def _saved_by(self, at: Coordinates) -> SavedOptimizer:
         if at not in self._saved:
-            context, opened = self._context, self._context.opened
+            context = self._context
+            opened = self._context.opened
             names = self._names.of_rank(context, at)
             tree = opened.optimizer_tree(at, names)
             if "base_state" not in tree and opened.parts.optimizer != "plain":
@@ -461,7 +471,8 @@ class ReshardedOptimizer:
                 )
             if opened.manifest is None:
                 refuse_numbers(tree, names, opened.where)
-            prefix, shape = self._names.prefix(context, at), context.recorded_shape
+            prefix = self._names.prefix(context, at)
+            shape = context.recorded_shape
             self._saved[at] = saved_optimizer(tree, names, prefix, shape, opened.where)
         return self._saved[at]
 

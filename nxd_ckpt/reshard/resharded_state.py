@@ -252,7 +252,8 @@ def _check_names(opened: OpenTag, saved_names: SavedNames | None) -> None:
         raise InvalidArgument(f"saved_param_names= has names that are still to be filled in: {first_of(blanks)}")
     if not listed or not opened.parts.model:
         return
-    model, names = opened.model_names(), {*listed}
+    model = opened.model_names()
+    names = {*listed}
     misspelt = {name: close for name in names - model if (close := closest(name, model - names)) is not None}
     if misspelt:
         shown = first_of(misspelt, lambda name: f"{name!r} (did you mean {misspelt[name]!r}?)")

@@ -154,7 +154,8 @@ def derived(name: str, shape: tuple[int, ...], cut: Cut, live: ParameterSpec, li
     The number of partitions follows from the shapes, where it can.
     """
     partition = rescaled(name, live.partition, live_cut.tp, cut.tp)
-    dim, whole = partition.partition_dim, _whole(live, live_cut)
+    dim = partition.partition_dim
+    whole = _whole(live, live_cut)
     if dim is not None and not partition.fused and whole is not None and len(shape) == len(whole):
         count, rest = divmod(whole[dim], max(shape[dim], 1))
         if shape[dim] and not rest and count >= 1 and cut.tp % count == 0:

@@ -108,7 +108,8 @@ def saved_optimizer(
                 f"{where}: the parameter that is called {name!r} has shape {list(slot.shape)} in the optimizer, "
                 f"expected {list(expected)}, as in the model; pass the names in the order in which it was saved"
             )
-    groups, section = tree["param_groups"], tree["base_state"] if "base_state" in tree else tree["state"]
+    groups = tree["param_groups"]
+    section = tree["base_state"] if "base_state" in tree else tree["state"]
     return SavedOptimizer(
         {name: replace(slot, shape=slot.shape or shape(name)) for name, slot in zip(names, slots, strict=True)},
         [options_of(group) for group in groups[: tree.get("ep_param_group_offset", len(groups))]],
@@ -126,9 +127,13 @@ def _flat(tree: Mapping[str, Any]) -> list[SavedSlot]:
 
 def _slots(tree: Mapping[str, Any], *, expert: bool = False) -> list[SavedSlot]:
     if "base_state" in tree:
-        state, masters, shapes = tree["base_state"], tree.get(MASTERS, {}), tree["shape_info"]
+        state = tree["base_state"]
+        masters = tree.get(MASTERS, {})
+        shapes = tree["shape_info"]
     else:
-        state, masters, shapes = tree["state"], {}, {}
+        state = tree["state"]
+        masters = {}
+        shapes = {}
     slots = []
     for number, group in enumerate(tree["param_groups"]):
         options = options_of(group)
@@ -172,7 +177,9 @@ class OptimizerNames:
 
         Raises OptimizerMismatch if no source has them, or ``saved`` lists another number of stages than the tag has.
         """
-        opened, saved, live = context.opened, context.saved, context.live
+        opened = context.opened
+        saved = context.saved
+        live = context.live
         if self.saved is not None:
             if len(self.saved) != saved.pp:
                 raise OptimizerMismatch(

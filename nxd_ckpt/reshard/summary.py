@@ -66,8 +66,10 @@ class Summary:
 
     def add_all(self, other: Summary) -> None:
         """Add the elements of ``other``."""
-        self._numel, self._nans = self._numel + other._numel, self._nans + other._nans
-        self._infs, self._nonzero = self._infs + other._infs, self._nonzero + other._nonzero
+        self._numel += other._numel
+        self._nans += other._nans
+        self._infs += other._infs
+        self._nonzero += other._nonzero
         self._sum, self._norm = self._sum + other._sum, hypot(self._norm, other._norm)
         self._absmax = max(self._absmax, other._absmax)
 
@@ -183,7 +185,8 @@ class Tally:
         """Compare in float32, at half the cost of float64; False if a number is infinite, NaN, or too precise."""
         if not (fits_single(a.dtype) and fits_single(b.dtype)):
             return False
-        x, y = a.to(torch.float32), b.to(torch.float32)
+        x = a.to(torch.float32)
+        y = b.to(torch.float32)
         distance = torch.sub(x, y).abs_()
         largest = float(distance.amax())
         if not isfinite(largest):
@@ -195,7 +198,8 @@ class Tally:
         return True
 
     def _compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        x, y = exact(a), exact(b)
+        x = exact(a)
+        y = exact(b)
         distance = (x - y).abs()
         if a.dtype == b.dtype and a.dtype in (torch.int64, torch.uint64):  # float64 rounds large ones
             near = (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)

@@ -79,7 +79,8 @@ def _layers(names: Sequence[str]) -> Mapping[str, int]:
     numbers_by_name: dict[str, list[tuple[str, int]]] = {}
     for name in names:
         for match in _NUMBER.finditer(name):
-            prefix, number = name[: match.start()], int(match[1])
+            prefix = name[: match.start()]
+            number = int(match[1])
             numbers.setdefault(prefix, set()).add(number)
             numbers_by_name.setdefault(name, []).append((prefix, number))
     if not numbers:
@@ -128,7 +129,8 @@ def target_state(opened: OpenTag, target: Target) -> SaveState:
         TopologyMismatch: the sizes do not divide a parameter, or its cut is not known.
         OptimizerMismatch: the parameters of the optimizer's entries are not known.
     """
-    rank, parts = TargetRank(opened, target), opened.parts
+    rank = TargetRank(opened, target)
+    parts = opened.parts
     form = None if parts.optimizer is None else rank.form
     return SaveState(
         model=rank.model_state() if parts.model and target.model else None,
@@ -149,14 +151,16 @@ class TargetRank:
         self._state = recorded_state(
             opened, target.topology, partitions=target.partitions, saved_names=target.saved_names
         )
-        self._context, self._optimizer = self._state.context, self._state.optimizer
+        self._context = self._state.context
+        self._optimizer = self._state.optimizer
         if opened.parts.model:
             _check_experts(self._context)
 
     @cached_property
     def stages(self) -> Sequence[Sequence[str]]:
         """Names of each pipeline stage of the target."""
-        listed, pp = self._target.stages, self._topology.pp
+        listed = self._target.stages
+        pp = self._topology.pp
         if listed is not None and len(listed) != pp:
             raise TopologyMismatch(f"stages= lists {len(listed)} pipeline stages, but pp is {pp}")
         return listed or redistribute_layers(list(self._state.model.names.values()), pp)
@@ -242,7 +246,8 @@ class TargetRank:
     @cached_property
     def _stage_names(self) -> set[str]:
         """Parameters on this rank's stage."""
-        stages, topology = list(self._optimizer.stages.values()), self._topology
+        stages = list(self._optimizer.stages.values())
+        topology = self._topology
         if self._target.stages is None and len(stages) == topology.pp:
             return set(stages[topology.pp_rank])
         if self._parts.model:
@@ -268,7 +273,8 @@ class TargetRank:
             return StateTensor("/".join(map(str, ("optim", *path))))
         slot = self.form.slots[rest[0]]
         key = rest[1] if len(rest) > 1 else MASTER_WEIGHTS
-        name, expert = f"optim/{slot.name}/{key}", slot.spec.partition.expert
+        name = f"optim/{slot.name}/{key}"
+        expert = slot.spec.partition.expert
         if key == STEP or len(form_of(leaf)[1]) != len(slot.spec.shape):
             return StateTensor(name, expert=expert)
         return StateTensor(name, slot.spec, slot.shards, slot.shard, expert=expert)
@@ -276,7 +282,9 @@ class TargetRank:
 
 def _check_names(context: ReshardContext, target: Target) -> None:
     """Raise OptimizerMismatch without parameter names, unless positions suffice: all sizes but dp are equal."""
-    opened, saved, live = context.opened, context.saved, context.live
+    opened = context.opened
+    saved = context.saved
+    live = context.live
     has_names = target.saved_names is not None or recorded_names(opened) is not None
     if not has_names and (saved.tp, saved.pp, saved.ep) != (live.tp, live.pp, live.ep):
         raise OptimizerMismatch(
@@ -288,7 +296,8 @@ def _check_names(context: ReshardContext, target: Target) -> None:
 
 def _check_experts(context: ReshardContext) -> None:
     """Raise TopologyMismatch if experts are to be cut, but the tag marks no parameters as experts'."""
-    saved, live = context.saved, context.live
+    saved = context.saved
+    live = context.live
     if live.ep == saved.ep or live.ep == 1 or any(spec.partition.expert for spec in context.recorded.values()):
         return
     raise TopologyMismatch(

@@ -268,7 +268,8 @@ class WholeTag:
         return tree
 
     def _model_leaf(self, path: Path) -> TensorStub | Assembly:
-        name, value = path[0], self._model.values[path[0]]
+        name = path[0]
+        value = self._model.values[path[0]]
         spec = self._context.as_recorded(name, *_form(value)) if is_tensor(value) else None
         leaf = self._model.leaf(name, spec)
         weight = self._state.required_weight(_name(*path), _at(leaf, path[1:]))

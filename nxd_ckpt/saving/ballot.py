@@ -68,7 +68,8 @@ def take(
     taken = dict[str, FileEntry]()
     for name, path in sorted(files.items()):
         place, key = os.path.split(os.path.abspath(path))
-        source, target = StoredFile(LocalStorage(place), key), StoredFile(storage, f"{folder}/{name}")
+        source = StoredFile(LocalStorage(place), key)
+        target = StoredFile(storage, f"{folder}/{name}")
         if not source.storage.is_file(key):
             raise SaveFailed(
                 f"{path} was given to this save, and vanished: another program changes the files there. Find it, or "
@@ -103,7 +104,8 @@ class Ballot:
     """The decision on an attempt whose ``files`` this rank has finished, or failed to write."""
 
     def __init__(self, files: AttemptFiles) -> None:
-        self._files, self._publication = files, files.publication
+        self._files = files
+        self._publication = files.publication
         self._attempt = files.attempt
         self._session = files.attempt.session
         self._tag = files.attempt.tag
@@ -125,7 +127,8 @@ class Ballot:
         """
         attempt = self._attempt
         index, others = self._index()
-        nbytes, started = 0, effects.monotonic()
+        nbytes = 0
+        started = effects.monotonic()
         with attempt.timed("commit_seconds"):
             counted = self._cast(index, others)
             voted()
@@ -138,14 +141,18 @@ class Ballot:
             raise attempt.failed(attempt.error) from attempt.error
         if verdict.error is not None:
             raise attempt.refused(verdict)
-        self._session.last_saved, self._session.resumed_from = self._tag, None
+        self._session.last_saved = self._tag
+        self._session.resumed_from = None
         self._session.missed.clear()
         self._session.tried.clear()
         return nbytes
 
     def _index(self) -> tuple[FileEntry | None, Sequence[Vote] | SaveFailed | None]:
         """Write the index of this rank's files; None if it failed. Return also what came of the other ranks' votes."""
-        attempt, session, plan, writer = self._attempt, self._session, self._attempt.plan, self._files.writer
+        attempt = self._attempt
+        session = self._session
+        plan = self._attempt.plan
+        writer = self._files.writer
         others: Sequence[Vote] | SaveFailed | None = None
         try:
             if attempt.error is None and writer is not None and plan is not None:
@@ -158,7 +165,8 @@ class Ballot:
                         metadata = self._write_metadata(writer, others)
                 with attempt.timed("write_seconds"):
                     if self._rank == 0 and attempt.request.options.files:
-                        folder, files = self._publication.folder, attempt.request.options.files
+                        folder = self._publication.folder
+                        files = attempt.request.options.files
                         self._guests = take(session.storage, folder, files, attempt.threads, self._files.progress)
                     at = session.topology.coordinates
                     index = writer.index(plan, at)
@@ -186,9 +194,11 @@ class Ballot:
         return {names.DCP_METADATA: entry}
 
     def _cast(self, index: FileEntry | None, others: Sequence[Vote] | SaveFailed | None) -> _Counted:
-        attempt, session = self._attempt, self._session
+        attempt = self._attempt
+        session = self._session
         refusal = others if isinstance(others, SaveFailed) else None
-        own, may_count = self._vote(index, attempt.error or refusal), False
+        own = self._vote(index, attempt.error or refusal)
+        may_count = False
         if session.is_alone:
             return _Counted(own, False, ())
         try:
@@ -211,7 +221,9 @@ class Ballot:
         return _Counted(own, may_count, others)
 
     def _vote(self, index: FileEntry | None, error: BaseException | None) -> Vote:
-        plan, writer, timings = self._attempt.plan, self._files.writer, self._attempt.timings
+        plan = self._attempt.plan
+        writer = self._files.writer
+        timings = self._attempt.timings
         if error is not None or plan is None or writer is None:
             return self._files.failed_vote(error or CheckpointError("nothing was staged"))
         return Vote(
@@ -234,7 +246,8 @@ class Ballot:
 
     def _learn(self, counted: _Counted) -> Verdict:
         """Await rank 0's verdict on the other ranks. Without one, a tag that is there for good counts as one."""
-        session, where = self._session, f"{self._session.storage.url}/{votes_dir(self._number)}"
+        session = self._session
+        where = f"{self._session.storage.url}/{votes_dir(self._number)}"
         try:
             gone = partial(session.is_gone, 0)
             verdict = self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)
@@ -267,7 +280,8 @@ class Ballot:
 
     def _commit(self, counted: _Counted, voted: float) -> tuple[Verdict, int]:
         """Collect the votes and commit, on rank 0, which ``voted`` then; return the bytes of all ranks too."""
-        session, error = self._session, self._attempt.error
+        session = self._session
+        error = self._attempt.error
         try:
             if isinstance(error, SaveFailed):
                 raise error  # it refused the attempt
@@ -334,7 +348,10 @@ class Ballot:
 
     def _answer(self, keys: Sequence[str]) -> Vote:
         """Answer an appeal: tell what this rank wrote for others, save what it has for itself, and vote again."""
-        attempt, session, plan, writer = self._attempt, self._session, self._attempt.plan, self._files.writer
+        attempt = self._attempt
+        session = self._session
+        plan = self._attempt.plan
+        writer = self._files.writer
         index: FileEntry | None = None
         try:
             if attempt.error is None and plan is not None and plan.replicas is not None and writer is not None:
@@ -358,13 +375,16 @@ class Ballot:
 
     def _write_own(self) -> FileEntry:
         """Write what was found to be this rank's own, and the index again; return the index's entry."""
-        session, plan, index = self._session, self._attempt.plan, self._index_now
+        session = self._session
+        plan = self._attempt.plan
+        index = self._index_now
         assert plan is not None
         assert index is not None
         at = session.topology.coordinates
         if self._own:
             planned = self._own.file(self._rank, 1)
-            folder, threads = self._publication.folder, self._attempt.threads
+            folder = self._publication.folder
+            threads = self._attempt.threads
             own = FileWriter(session.storage, folder, [planned], lambda _: None, threads)
             stage_and_write([planned], own, Arena(planned.image.tensor_nbytes + 2**16))
             more = own.index(plan, at)
@@ -392,7 +412,8 @@ class Ballot:
 
     def _announce(self, verdict: Verdict) -> None:
         """Announce the verdict, whatever happens; it counts even if this fails."""
-        session, has_failed = self._session, verdict.error is not None
+        session = self._session
+        has_failed = verdict.error is not None
         session.last_failed = has_failed
         if session.is_alone:
             return
@@ -412,7 +433,8 @@ class Ballot:
 
     def _warn_of_earlier_step(self) -> None:
         """Warn, once in a run, of a step before that of the tag that was saved or loaded last, or is the latest."""
-        session, before = self._session, self._session.resumed_from or self._session.last_saved
+        session = self._session
+        before = self._session.resumed_from or self._session.last_saved
         with suppress(OSError, CheckpointError):  # publishing meets it too
             newest = latest(list_tags(session.storage)) if before is None else None
             before = newest.tag if newest is not None else before
@@ -429,7 +451,8 @@ class Ballot:
 
     def _warn_of_other_content(self, votes: Sequence[Vote]) -> None:
         """Warn, once in a run, of ranks whose user content is not rank 0's."""
-        session, ranks = self._session, with_other_user_content(votes)
+        session = self._session
+        ranks = with_other_user_content(votes)
         if ranks and not session.warned_of_content:
             session.warned_of_content = True
             logger.warning(
@@ -442,7 +465,8 @@ class Ballot:
     def _collect(self, kind: str = VOTE) -> list[Vote]:
         """The votes of the other ranks."""
         session = self._session
-        ranks, timeout = session.topology.world_size, session.timeout
+        ranks = session.topology.world_size
+        timeout = session.timeout
         return self._votes.collect(ranks, timeout, first=1, gone=session.is_gone, kind=kind)
 
 

@@ -72,7 +72,8 @@ class MeshPlan:
         for local in self.tensors.values():
             replicas = _assign_replicas(local)
             for tensor, replica in zip(local, replicas, strict=True):
-                number, dtype = self._numbers[id(tensor.placed.layout)], form_of(tensor.leaf)[0]
+                number = self._numbers[id(tensor.placed.layout)]
+                dtype = form_of(tensor.leaf)[0]
                 tensors.append(WholeTensor(tensor.about.name, dtype, tensor.placed.shape, number, replica))
         return MeshRecord(tuple(layout for _, layout in self._layouts.values()), tuple(tensors))
 
@@ -93,7 +94,8 @@ class MeshPlan:
             if mine:
                 yield _shard_file(names.shard_file(DIRECTORIES[part], self.rank), mine, part)
             if self.leads:
-                key, references = names.structure_file(DIRECTORIES[part], self.rank), xser.references_of(state.tree)
+                key = names.structure_file(DIRECTORIES[part], self.rank)
+                references = xser.references_of(state.tree)
                 yield PlannedFile(key, image_of(references, records=True), part=part, contents=xser.references_of)
 
     def copies(self) -> Iterator[Replica]:
@@ -101,21 +103,25 @@ class MeshPlan:
         tensors = iter(self.record.tensors)
         for part, local in self.tensors.items():
             for number, (tensor, whole) in enumerate(zip(local, tensors, strict=False)):
-                layout, at = tensor.placed.layout, tensor.placed.coordinate
+                layout = tensor.placed.layout
+                at = tensor.placed.coordinate
                 if layout.replicas > 1 and tensor.placed.pieces:
                     own = tensor.about.placed
                     mesh = None if own is None else described_layout(own.layout)
-                    what, name = f"{part} {self._numbers[id(layout)]}", tensor.about.name
+                    what = f"{part} {self._numbers[id(layout)]}"
+                    name = tensor.about.name
                     writes = layout.rank_of(at, whole.replica)
                     yield Replica.of(part, number, name, tensor.leaf, writes, what, mesh=mesh)
 
     def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed
         if placed is None:
-            layout, shape = self._cached_layout(None, lambda: self.group.plain), form_of(leaf)[1]
+            layout = self._cached_layout(None, lambda: self.group.plain)
+            shape = form_of(leaf)[1]
         else:
             key = id(placed.layout.mesh), placed.layout.placements
-            layout, shape = self._cached_layout(key, lambda: self._on_group(about.name, placed)), placed.shape
+            layout = self._cached_layout(key, lambda: self._on_group(about.name, placed))
+            shape = placed.shape
         coordinate = layout.mesh.coordinate_of(self.rank)
         assert coordinate is not None
         return LocalTensor(leaf, about, Placed(layout, shape, coordinate))

@@ -79,7 +79,8 @@ class SaveOptions(Options):
 
         After ``timeout`` seconds without progress a rank counts as lost.
         """
-        rate, workers = self.max_bytes_per_second, self.num_workers
+        rate = self.max_bytes_per_second
+        workers = self.num_workers
         if rate is not None and rate * timeout < 2 * CHUNK:
             raise InvalidArgument(
                 f"max_bytes_per_second={rate} with timeout={timeout:g}: {size(CHUNK)} would "
@@ -109,7 +110,8 @@ def understood(
     Fields of the name that Composer fills by itself are filled here too, on each rank with the values of rank 0: one
     tag is saved by all of them.
     """
-    name, options = str(tag), SaveOptions()
+    name = str(tag)
+    options = SaveOptions()
     known = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": world_size}
     try:
         filled = filled_tag(tag, values, known | {"local_world_size": local_world_size(world_size)})

@@ -31,7 +31,8 @@ class Failures:
     """
 
     def __init__(self, options: CheckpointerOptions) -> None:
-        self._warns, self._limit = options.on_save_failure == "warn", options.max_failed_saves
+        self._warns = options.on_save_failure == "warn"
+        self._limit = options.max_failed_saves
         self.in_a_row: int = 0
 
     @property

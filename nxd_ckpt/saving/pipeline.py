@@ -112,7 +112,8 @@ class Pipeline:
 
         Raises this rank's own error, unless failures are warned of.
         """
-        pending, error = call.pending, None
+        pending = call.pending
+        error = None
         # 1. Capture, and 2. plan: which files this rank writes. 3. Agree: all ranks, at the first save.
         planned = None if agree is None else agree(call.captured, pending.tag)
         if planned is None:
@@ -153,7 +154,8 @@ class Pipeline:
 
         The last wave of an async save has its maximum rate until it is ``awaited``; callers wait for all others.
         """
-        rate, buffers = attempt.request.options.max_bytes_per_second, self._buffers
+        rate = attempt.request.options.max_bytes_per_second
+        buffers = self._buffers
         pace = None if awaited is None or rate is None else SavePace(rate, awaited)
         nbytes = max(map(end_of, planned.waves), default=0)
         stager = self._stager = buffers.take(self, nbytes, self._cap(), self._stager)
@@ -161,7 +163,8 @@ class Pipeline:
             torch_xla.sync()
             if planned.plan.replicas is not None:
                 planned.plan.replicas.stays = awaited is None
-            total, stager.done = sum(map(end_of, planned.waves)), Counter()
+            total = sum(map(end_of, planned.waves))
+            stager.done = Counter()
             with watched("stage", total, lambda: stager.done.nbytes, self._shows):
                 for number, wave in enumerate(planned.waves):
                     views = stager.stage(planned.plan.staged_files, wave)
@@ -180,7 +183,8 @@ class Pipeline:
 
     def _finish(self, attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
         """Commit everything handed over, on the writer thread, and settle it."""
-        held, buffers = self._held, self._buffers
+        held = self._held
+        buffers = self._buffers
         self._held = None
         self.submit(lambda: _conclude(attempt, pending, started))
         if held is not None:
@@ -218,10 +222,12 @@ class Pipeline:
     def _hand_over(
         self, attempt: SaveAttempt, wave: Wave, views: list[memoryview], pace: SavePace | None, *, wait: bool
     ) -> None:
-        written, plan = effects.Event(), attempt.plan
+        written = effects.Event()
+        plan = attempt.plan
         assert plan is not None
         own = [(span, view) for span, view in zip(wave, views, strict=True) if span.file < len(plan.files)]
-        to_write, own_views = [span for span, _ in own], [view for _, view in own]
+        to_write = [span for span, _ in own]
+        own_views = [view for _, view in own]
 
         def write() -> None:
             try:
@@ -268,7 +274,8 @@ def _newest_tag(plans: list[dict[str, Any]] | None) -> str | None:
 
 def _conclude(attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
     error: BaseException | None = None
-    session, nbytes = attempt.session, 0
+    session = attempt.session
+    nbytes = 0
     try:
         with as_checkpoint_errors():
             files = attempt.files.result()
@@ -286,7 +293,8 @@ def _conclude(attempt: SaveAttempt, pending: SaveProgress, started: float) -> No
     finally:
         if attempt.plan is not None and attempt.plan.replicas is not None:
             attempt.plan.replicas.forget_staged()  # the next save stages into the same memory
-    pending.timings, pending.nbytes = attempt.timings, attempt.nbytes
+    pending.timings = attempt.timings
+    pending.nbytes = attempt.nbytes
     if error is None and session.topology.rank == 0:
         report("saved", f"{session.storage.url}/{attempt.tag}", nbytes, started)
         if attempt.request.draining is not None:  # before anybody who waits for the save may wait for the tiers

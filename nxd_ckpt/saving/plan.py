@@ -245,7 +245,8 @@ def _shared_files(
         leaves = list(iter_tensors(tree))
         return [replace(_planned(key, tree, state, topology, leaves), part=part, contents=xser.normalise)]
     references, tensors = xser.split(tree)
-    leaves, experts = list(iter_tensors(tree)), _experts(state, topology)
+    leaves = list(iter_tensors(tree))
+    experts = _experts(state, topology)
     mine = [tid for tid, owner in owners.items() if owner == topology.rank]
     files = [_planned(names.tensor_file(key, tid), leaves[tid][1], state, topology, [leaves[tid]]) for tid in mine]
     if topology.rank == group[0]:
@@ -295,7 +296,8 @@ def _planned(
 ) -> PlannedFile:
     named = []
     for path, tensor in leaves:
-        about, partition = state.tensors[path], None
+        about = state.tensors[path]
+        partition = None
         if about.spec is not None and about.shards == 1 and about.name.startswith("model/"):
             partition = about.spec.partition
         replicated = partition is not None and partition.known and partition.replicated_over_tp
@@ -422,7 +424,9 @@ class _Names:
 
 class _Plan:
     def __init__(self, state: State, called: _Names) -> None:
-        self._state, self._called, self._topology = state, called, called.topology
+        self._state = state
+        self._called = called
+        self._topology = called.topology
         self._shapes = state.tree[_SHAPES]
         self._entries = called.entries(state.tree)
 

@@ -127,7 +127,8 @@ class Span:
         """Yield the bytes of tensors in it: (storage's number, its bytes from, up to, their place in the span)."""
         for number in self.storages:
             storage = image.storages[number]
-            first, last = max(storage.offset, self.start), min(storage.end, self.stop)
+            first = max(storage.offset, self.start)
+            last = min(storage.end, self.stop)
             if first < last:
                 yield number, first - storage.offset, last - storage.offset, first - self.start
 
@@ -162,7 +163,8 @@ class _Plan:
         self.waves: list[Wave] = [[]]
 
     def add(self, file: int, planned: PlannedFile) -> None:
-        image, begin = planned.image, planned.image.begin
+        image = planned.image
+        begin = planned.image.begin
         if image.tensor_nbytes <= self._cap:
             self._put(Span(file, begin, image.tensor_nbytes, 0, range(len(image.storages))))
             return

@@ -93,7 +93,8 @@ class MeshSummary:
 
 
 def _place(mesh: Mesh, coordinate: tuple[int, ...]) -> MeshPlace:
-    digest, place = sha256(repr((mesh.shape, mesh.ranks)).encode()).hexdigest()[:16], ravelled(coordinate, mesh.shape)
+    digest = sha256(repr((mesh.shape, mesh.ranks)).encode()).hexdigest()[:16]
+    place = ravelled(coordinate, mesh.shape)
     return MeshPlace(digest, mesh.names, mesh.shape, place, mesh.ranks if place == 0 else None)
 
 

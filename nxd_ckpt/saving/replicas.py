@@ -167,7 +167,8 @@ class Own:
             if name in values.by_name:
                 path, value = values.by_name[name]
                 own = map_tensors(value.tree, own_value) if isinstance(value, Container) else value
-                self.leaves[name], self.paths[name] = own, list(path)
+                self.leaves[name] = own
+                self.paths[name] = list(path)
             else:
                 self.absent.append(name)
 
@@ -251,7 +252,8 @@ class Replicas:
         sampled = self._sampled
         sampled_files = {file for file, _ in sampled}
         for span, view in zip(wave, views, strict=True):
-            image, is_staged = files[span.file].image, not files[span.file].key
+            image = files[span.file].image
+            is_staged = not files[span.file].key
             if not is_staged and span.file not in sampled_files:
                 continue
             for storage, first, last, at in span.tensors(image):
@@ -341,7 +343,8 @@ class Replicas:
         copy_of = {id(self.tensors[copy.part][copy.number]): copy for copy in self.copies}
 
         def own_value(tensor: torch.Tensor) -> torch.Tensor | None:
-            copy, number = copy_of[id(tensor)], number_of.get(id(tensor))
+            copy = copy_of[id(tensor)]
+            number = number_of.get(id(tensor))
             value = tensor if self.stays else None
             if number is not None:  # else it is this rank's own already, and was not staged to be compared
                 value = self._held(number, copy, storage_of)
@@ -354,7 +357,8 @@ class Replicas:
                 own.keep(copy, self._held(number, copy, storage_of))
         for values in self.values:
             if values.claim in theirs:
-                others, here = theirs[values.claim], values.digests
+                others = theirs[values.claim]
+                here = values.digests
                 names = [name for name in {**here, **others} if here.get(name) != others.get(name)]
                 regrouped = [name.removesuffix(_GROUP) for name in names if name.endswith(_GROUP)]
                 if regrouped:
@@ -399,5 +403,6 @@ def _samples_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the beginning, middle and end of a large tensor; nothing of one on a device, or of no simple layout."""
     if type(tensor) not in PLAIN or not tensor.is_cpu or not tensor.is_contiguous():
         return []
-    flat, size = tensor.detach().view(-1), tensor.element_size()
+    flat = tensor.detach().view(-1)
+    size = tensor.element_size()
     return [flat[start // size : stop // size] for start, stop in _sample_spans(tensor.nbytes)]

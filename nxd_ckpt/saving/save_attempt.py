@@ -162,7 +162,9 @@ class _Opening:
         self._is_left_out = False
 
     def files(self) -> AttemptFiles:
-        attempt, parent, is_elsewhere = self._attempt, None, False
+        attempt = self._attempt
+        parent = None
+        is_elsewhere = False
         self._session.counter += 1
         try:
             is_elsewhere = attempt.is_away()
@@ -191,7 +193,8 @@ class _Opening:
 
     def _prepare(self) -> str | None:
         """Return the tag whose files may be duplicated."""
-        session, rank0 = self._session, self._session.topology.rank == 0
+        session = self._session
+        rank0 = self._session.topology.rank == 0
         while self._passes_over(self._theirs()):
             pass
         # Each rank had the same verdict on the attempt before, so that they agree on whether rank 0 opens this one.
@@ -239,7 +242,9 @@ class _Opening:
 
         Raises RanksDisagree otherwise. If rank 0 left out this rank's save, the attempt stays for the one it makes.
         """
-        session, rank, tag = self._session, self._session.topology.rank, self._tag
+        session = self._session
+        rank = self._session.topology.rank
+        tag = self._tag
         theirs = opened.tag if isinstance(opened, Verdict) else opened
         if theirs is None or theirs == tag:
             return False
@@ -307,7 +312,9 @@ class AttemptFiles:
         """True if nothing may be written because the others do not make this save."""
         self.writer: FileWriter | None = None
         if attempt.plan is not None:
-            storage, folder, files = attempt.session.storage, publication.folder, attempt.plan.files
+            storage = attempt.session.storage
+            folder = publication.folder
+            files = attempt.plan.files
             self.writer = FileWriter(storage, folder, files, self.progress, attempt.threads, parent)
         self._slot = ExitStack()
         self._moved: Callable[[], None] = lambda: None
@@ -321,7 +328,8 @@ class AttemptFiles:
 
     def write(self, wave: Wave, views: Sequence[memoryview], pace: SavePace | None) -> None:
         """Write one staged wave at its ``pace``. A failure is kept for the vote and returned to no one else."""
-        attempt, session = self.attempt, self.attempt.session
+        attempt = self.attempt
+        session = self.attempt.session
         if attempt.error is not None or self.writer is None:
             return
         with attempt.timed("write_seconds"):
@@ -357,14 +365,16 @@ class AttemptFiles:
 
         Those of an attempt that was visible for a moment stay until that is undone for good, see coordination.journal.
         """
-        storage, done = self.attempt.session.storage, f"{self.publication.folder}/{names.DONE}"
+        storage = self.attempt.session.storage
+        done = f"{self.publication.folder}/{names.DONE}"
         if self.writer is not None and storage.renames and not storage.is_file(done):
             self.writer.discard()
 
     def progress(self, nbytes: int) -> None:
         """Show rank 0, and ranks that wait for the slot, that a slow write progresses."""
         self._moved()
-        now, session = effects.monotonic(), self.attempt.session
+        now = effects.monotonic()
+        session = self.attempt.session
         if now - self._reported > session.timeout / 10:
             self._reported = now
             votes = AttemptVotes(session.storage, self.publication.attempt)
@@ -391,7 +401,8 @@ class CollectedSave:
 
         Errors of `commit.commit` pass, with nothing visible.
         """
-        session, publication = self.session, self.publication
+        session = self.session
+        publication = self.publication
         try:
             commit(session, topology, votes, Commit(publication, parts, versions=versions(), **facts))
         except OSError as error:
@@ -400,7 +411,8 @@ class CollectedSave:
 
     def discard(self) -> None:
         """Remove what is left of the attempt, once no rank writes for it. A visible tag stays."""
-        session, storage = self.session, self.session.storage
+        session = self.session
+        storage = self.session.storage
         try:
             if storage.is_file(JOURNAL):
                 return  # an unfinished swap, which the next process to open the directory finishes from these files

@@ -139,7 +139,8 @@ class Planner:
         if self._topology.world_size == 1:
             return plan
         if state.scheduler is not None:
-            trees["scheduler"], structures["scheduler"] = state.scheduler, structure_of(state.scheduler)
+            trees["scheduler"] = state.scheduler
+            structures["scheduler"] = structure_of(state.scheduler)
         if state.is_of_rank:
             self._known |= {each.name for each in plan.copies}
         return self._with_replicas(plan, trees, structures, state)
@@ -209,7 +210,8 @@ class Planner:
             values.append(Values("user_content", 0, digest, None, None, None, self._known))
         whole = last.times < _WHOLE_SAVES or not last.samples
         replicas = Replicas(rank, copies, last.compared, tensors, values, self._known, whole)
-        own, staged = replicas.own, replicas.to_stage
+        own = replicas.own
+        staged = replicas.to_stage
         objects = (*plan.objects, *([own.file(rank, 0)] if own else []))
         if not staged:
             return replace(plan, objects=objects, replicas=replicas)
@@ -325,7 +327,8 @@ def _pickling(planned: PlannedFile, tree: Any) -> Callable[[Any], Image]:
     """
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(tree, torch.Tensor)}
     leaves = {number: Assembly(*form_of(tensor), (), stride_of(tensor)) for number, tensor in tensors.items()}
-    now, contents = map_tensors(tree, lambda tensor: leaves[id(tensor)], torch.Tensor), planned.contents
+    now = map_tensors(tree, lambda tensor: leaves[id(tensor)], torch.Tensor)
+    contents = planned.contents
     storages: dict[int, int] = {}
     if planned.image.storages:  # else a file of references, in which no tensor lies
         for (_, tensor), place in zip(iter_tensors(tree, torch.Tensor), planned.tensors, strict=True):

@@ -61,10 +61,12 @@ class Stager:
         if end_of(wave) > self.arena.nbytes:
             self._places.clear()  # they are views of memory that is about to be replaced
         views = views_of(wave, self.arena.reserve(end_of(wave)))
-        cached, self._places = self._places, {}
+        cached = self._places
+        self._places = {}
         copies: list[_Copy] = []
         for span, view in zip(wave, views, strict=True):
-            image, numbers = files[span.file].image, slice(span.storages.start, span.storages.stop)
+            image = files[span.file].image
+            numbers = slice(span.storages.start, span.storages.stop)
             if span.is_part:
                 copies.append(_copy_of_part(image, span, view))
                 continue
@@ -127,7 +129,8 @@ def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
     """Return the copy for a span with elements of one tensor, counted in its tight form."""
     ((number, first, last, _),) = span.tensors(image)
     tensor = image.tensors[number]
-    start, stop = first // tensor.element_size(), last // tensor.element_size()
+    start = first // tensor.element_size()
+    stop = last // tensor.element_size()
     target = torch.frombuffer(view, dtype=tensor.dtype)
     if target.numel() == tensor.numel():
         return tensor, target.view(tensor.shape)
@@ -137,7 +140,8 @@ def _copy_of_part(image: Image, span: Span, view: memoryview) -> _Copy:
 
 @torch.no_grad()
 def _copy(copies: Iterable[_Copy], done: Counter) -> None:
-    from_xla, streams = [], {}
+    from_xla = []
+    streams = {}
     for source, target in copies:
         if source.is_cpu:
             copy_values(target, _rows(source, target))  # whatever its strides: one copy, no temporary
@@ -193,7 +197,8 @@ def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
         nbytes += copy[1].nbytes
         if nbytes >= (_TRANSFER if len(batch) > 1 else _TRANSFER_AT_MOST):
             yield batch
-            batch, nbytes = [], 0
+            batch = []
+            nbytes = 0
     if batch:
         yield batch
 
@@ -283,7 +288,8 @@ class StagingBuffers:
             else:
                 self._idle.remove(stager)
                 self._trim()
-            mine.nbytes, mine.stager = max(nbytes, _nbytes(stager)), stager
+            mine.nbytes = max(nbytes, _nbytes(stager))
+            mine.stager = stager
             return stager
         except ValueError:  # another thread was faster
             return None

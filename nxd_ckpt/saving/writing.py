@@ -115,8 +115,13 @@ class FileWriter:
         parent: str | None = None,
         closes_later: bool = False,
     ) -> None:
-        self._storage, self._folder, self._files, self._progress = storage, folder, list(files), progress
-        self._threads, self._parent, self._closes_later = threads, parent, closes_later
+        self._storage = storage
+        self._folder = folder
+        self._files = list(files)
+        self._progress = progress
+        self._threads = threads
+        self._parent = parent
+        self._closes_later = closes_later
         self._closing: deque[tuple[_OpenFile, Future[None]]] = deque()
         self._pace: SavePace | None = None
         self._planned_nbytes = sum(file.image.nbytes for file in files)
@@ -169,7 +174,8 @@ class FileWriter:
     def _write_tensors(self, handle: _OpenFile, span: Span, view: memoryview, ahead: Executor | None) -> None:
         """Write ``view``: tensors and their headers, the latter not filled in yet."""
         self._put_missing_header(handle)
-        storages, done = handle.planned.image.storages, span.start
+        storages = handle.planned.image.storages
+        done = span.start
         with closing(_digested(handle, view, span.start, _stretches(storages, span.storages), ahead)) as stretches:
             for stretch in stretches:
                 for crcs in stretch:
@@ -282,7 +288,8 @@ class FileWriter:
 
     def _create(self, number: int) -> _OpenFile:
         planned = self._files[number] = self._files[number].settled()
-        key, nbytes = f"{self._folder}/{planned.key}", planned.image.nbytes
+        key = f"{self._folder}/{planned.key}"
+        nbytes = planned.image.nbytes
         if self._parent is None:
             writer = self._storage.create(key, nbytes)
         else:
@@ -454,7 +461,10 @@ class DedupWriter:
     """
 
     def __init__(self, storage: Storage, key: str, source: str, version: Version) -> None:
-        self._storage, self._key, self._source, self._version = storage, key, source, version
+        self._storage = storage
+        self._key = key
+        self._source = source
+        self._version = version
         self._reader: Reader | None = storage.open(source)
         self._memory = np.empty(min(_PIECE, version.nbytes), np.uint8)
         self._equal: list[tuple[int, memoryview]] = []
@@ -489,7 +499,8 @@ class DedupWriter:
         return sum(len(view) for _, view in self._equal) == self._version.nbytes
 
     def _is_equal(self, offset: int, view: memoryview) -> bool:
-        done, size = 0, min(_FIRST, len(view))
+        done = 0
+        size = min(_FIRST, len(view))
         while done < len(view):
             part = view[done : done + size]
             stored = self._memory[: len(part)]
@@ -500,7 +511,8 @@ class DedupWriter:
                 return False
             if not np.array_equal(np.frombuffer(part, np.uint8), stored):
                 return False
-            done, size = done + len(part), _PIECE
+            done += len(part)
+            size = _PIECE
         return True
 
     def _duplicate(self) -> bool:

@@ -138,7 +138,8 @@ def _listed(file: _Headers, where: str) -> dict[str, Member]:
     except (tarfile.TarError, *_OF_TARFILE):
         return {}
     name, last = list(members.items())[-1]
-    header, end = bytearray(last.header), bytearray(END)
+    header = bytearray(last.header)
+    end = bytearray(END)
     file.reader.read_ranges([(last.offset - last.header, memoryview(header)), (file.size - END, memoryview(end))])
     if any(end) or not is_header_of(bytes(header), name, last):
         return {}
@@ -218,7 +219,8 @@ class _Headers(io.RawIOBase):
         self.reader = reader
         self.size = size
         self._at = 0
-        self._begin, self._window = 0, b""
+        self._begin = 0
+        self._window = b""
 
     def readable(self) -> bool:
         return True
@@ -258,7 +260,8 @@ class _Headers(io.RawIOBase):
             if not self._begin <= self._at < self._begin + len(self._window):
                 memory = bytearray(min(_AHEAD, self.size - self._at))
                 self.reader.read_ranges([(self._at, memoryview(memory))])
-                self._begin, self._window = self._at, bytes(memory)
+                self._begin = self._at
+                self._window = bytes(memory)
             piece = self._window[self._at - self._begin : stop - self._begin]
             self._at += len(piece)
             yield piece
@@ -271,7 +274,8 @@ class ArchiveFile:
     """The file from which the bytes of an archive are read: ``key`` of ``inner``."""
 
     def __init__(self, inner: Storage, key: str) -> None:
-        self._inner, self._key = inner, key
+        self._inner = inner
+        self._key = key
         self.url: str = f"{inner.url.rstrip('/')}/{key}"
         self.renames: bool = inner.renames
         self.concurrency: int = inner.concurrency
@@ -319,7 +323,8 @@ class ArchiveStorage(ReadOnlyStorage):
             while key:
                 parent, _, name = key.rpartition("/")
                 folders.setdefault(parent, {}).setdefault(name, DirEntry(name, is_dir))
-                key, is_dir = parent, True
+                key = parent
+                is_dir = True
         return folders
 
     def _member(self, key: str) -> Member:

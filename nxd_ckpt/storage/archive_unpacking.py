@@ -176,7 +176,8 @@ class _Joined(RawIOBase):
     """Pieces of bytes as one file."""
 
     def __init__(self, pieces: Iterable[memoryview]) -> None:
-        self._pieces, self._piece = iter(pieces), memoryview(b"")
+        self._pieces = iter(pieces)
+        self._piece = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -185,7 +186,8 @@ class _Joined(RawIOBase):
         if not self._piece:
             self._piece = next(self._pieces, memoryview(b""))
         count = min(len(self._piece), len(buffer))
-        buffer[:count], self._piece = self._piece[:count], self._piece[count:]
+        buffer[:count] = self._piece[:count]
+        self._piece = self._piece[count:]
         return count
 
 
@@ -244,7 +246,8 @@ class UnpackedFile(ArchiveFile):
         return sha256(identity.encode()).hexdigest()[:32]
 
     def _unpack(self, folder: Path, size: int) -> None:
-        started, part = time.monotonic(), folder / "part"
+        started = time.monotonic()
+        part = folder / "part"
         try:
             nbytes = self._write(part, size)
         except BaseException:
@@ -255,7 +258,9 @@ class UnpackedFile(ArchiveFile):
 
     def _write(self, part: Path, size: int) -> int:
         """Decompress to ``part``, durably; return its bytes."""
-        nbytes, most, free = 0, max(RATIO * size, LEAST), shutil.disk_usage(part.parent).free
+        nbytes = 0
+        most = max(RATIO * size, LEAST)
+        free = shutil.disk_usage(part.parent).free
         with part.open("wb") as out:
             for piece in decompressed(self._compressed, _pieces(self._inner, self._key, size), self.url):
                 nbytes += len(piece)

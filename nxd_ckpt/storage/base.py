@@ -76,7 +76,8 @@ class MemoryReader:
     """A reader of the file ``where``, all of which is in memory."""
 
     def __init__(self, data: bytes | memoryview, where: str) -> None:
-        self._data, self._where = memoryview(data), where
+        self._data = memoryview(data)
+        self._where = where
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         for offset, memory in ranges:
@@ -358,7 +359,8 @@ def can_rename(storage: Storage, key: str) -> bool:
 
     ``key`` is the beginning of two names that nobody else uses.
     """
-    source, target = f"{key}.source", f"{key}.target"
+    source = f"{key}.source"
+    target = f"{key}.target"
     storage.remove(target)  # of a process that was killed here
     storage.write(f"{source}/file", b"1")
     try:
@@ -454,7 +456,9 @@ class ByteRun(NamedTuple):
 
 def runs(ranges: Sequence[Range]) -> Iterator[ByteRun]:
     """Group neighbouring ranges; empty ones are left out."""
-    begin, end, together = 0, 0, list[Range]()
+    begin = 0
+    end = 0
+    together = list[Range]()
     for offset, buffer in ranges:
         if not len(buffer):
             continue

@@ -74,7 +74,8 @@ class CachedStorage(RoutedStorage, Closing):
 
     def _fetch(self, key: str, progress: Progress) -> int:
         """Download a file, unless it is there once this process has the lock; return the bytes."""
-        path, part = self._copies.path(key), sha256(key.encode()).hexdigest()
+        path = self._copies.path(key)
+        part = sha256(key.encode()).hexdigest()
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / f"{part}.lock"):
             if path.exists():

@@ -47,7 +47,8 @@ from nxd_ckpt.storage.wrapper import RetryingStorage
 
 class FsspecReader:
     def __init__(self, storage: FsspecStorage, key: str) -> None:
-        self._storage, self._key = storage, key
+        self._storage = storage
+        self._key = key
         self._version, self._size = storage.file_version(key)
 
     def read_ranges(self, ranges: Sequence[Range]) -> None:
@@ -189,7 +190,8 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
     """
     public = without_password(url)
     options = dict(options)
-    retries, rate = options.pop("retries", 5), options.pop("max_bytes_per_second", None)
+    retries = options.pop("retries", 5)
+    rate = options.pop("max_bytes_per_second", None)
     check_limits(retries, rate, public)
     try:
         from fsspec.core import url_to_fs

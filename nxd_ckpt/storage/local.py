@@ -104,7 +104,8 @@ class LocalStorage(Storage):
             raise
 
     def write_reserved(self, reserve: str, key: str, data: bytes) -> None:
-        old, new = self._own(reserve), self._own(key)
+        old = self._own(reserve)
+        new = self._own(key)
         self._make_parents(new)
         overwrite(old, data, self.durable)
         os.replace(old, new)
@@ -143,7 +144,8 @@ class LocalStorage(Storage):
         path = self._own(key)
         if key:
             _refuse_link(path)
-        missing, folder = list[str](), path
+        missing = list[str]()
+        folder = path
         while not (mode := _mode(folder)) and folder != os.path.dirname(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
@@ -160,7 +162,8 @@ class LocalStorage(Storage):
 
     def rename(self, source: str, target: str) -> None:
         # rename(2) replaces an empty directory or a file silently; this contract does not.
-        old, new = self._own(source), self._own(target)
+        old = self._own(source)
+        new = self._own(target)
         if _mode(new, follow=False):
             raise FileExistsError(f"cannot rename {old} to {new}: it exists")
         try:
@@ -172,7 +175,8 @@ class LocalStorage(Storage):
 
     def share(self, source: str, target: str) -> bool:
         try:
-            old, new = self._own(source), self._own(target)
+            old = self._own(source)
+            new = self._own(target)
             if not stat.S_ISREG(_mode(old, follow=False)):
                 return False
             self._below(new, lambda: os.link(old, new))
@@ -221,7 +225,8 @@ class LocalStorage(Storage):
 
     def _own(self, key: str) -> str:
         """Return the path of a key that is about to change: it lies below the root itself, not behind a link."""
-        path, end = self._at(key), len(self._prefix)
+        path = self._at(key)
+        end = len(self._prefix)
         while (end := path.find("/", end) + 1) and _refuse_link(path[: end - 1]):
             pass
         return path

@@ -161,7 +161,8 @@ class LocalReader:
                 count = read_at(self._fd, buffers, offset)
             if count == 0:
                 raise EOFError(f"{self._path}: {left} bytes missing at byte {offset}")
-            left, offset = left - count, offset + count
+            left -= count
+            offset += count
             if left:
                 buffers = _after(count, buffers)
 
@@ -176,7 +177,9 @@ _BYTES = 2**30
 
 def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
     """Yield (offset, buffers to be filled one after the other) of every system call."""
-    begin, end, buffers = 0, 0, list[memoryview]()
+    begin = 0
+    end = 0
+    buffers = list[memoryview]()
     for offset, buffer in ranges:
         if buffers and 0 <= offset - end <= len(_HOLE) and len(buffers) < _BUFFERS and offset - begin < _BYTES:
             if offset > end:
@@ -184,7 +187,8 @@ def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[
         else:
             if buffers:
                 yield begin, buffers
-            begin, buffers = offset, []
+            begin = offset
+            buffers = []
         buffers.append(buffer)
         end = offset + len(buffer)
     if buffers:
@@ -282,7 +286,8 @@ _DIRECT_FROM = 256 * 2**10
 def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while len(view):
         count = write_at(fd, view, offset)
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset += count
 
 
 def _address(view: memoryview) -> int:

@@ -270,7 +270,8 @@ def _is_same(own: str, other: str) -> bool:
     A directory that does not exist yet is judged by those above it.
     """
     while not os.path.lexists(own) and os.path.basename(own) == os.path.basename(other) != "":
-        own, other = os.path.dirname(own), os.path.dirname(other)
+        own = os.path.dirname(own)
+        other = os.path.dirname(other)
     try:
         return os.path.samefile(own, other)
     except OSError:

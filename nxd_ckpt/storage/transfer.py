@@ -59,7 +59,8 @@ class SavePace:
     """
 
     def __init__(self, bytes_per_second: float, hurry: effects.Event) -> None:
-        self._digests, self._writes = Throttle(bytes_per_second), Throttle(bytes_per_second)
+        self._digests = Throttle(bytes_per_second)
+        self._writes = Throttle(bytes_per_second)
         self._hurry = hurry
 
     def digest(self, nbytes: int) -> None:
@@ -219,7 +220,8 @@ def copy_by_pieces(source: StoredFile, target: StoredFile, expected: FileEntry) 
     nbytes = source.nbytes
     if nbytes != expected.nbytes:
         require_equal(expected, FileEntry(nbytes, 0), source.where)
-    writer, digests = target.storage.create(target.key, nbytes), _Digests(nbytes, {})
+    writer = target.storage.create(target.key, nbytes)
+    digests = _Digests(nbytes, {})
     with completed(writer):
         yield from _copied(_read(source, nbytes, None), writer, 0, digests)
         require_equal(expected, digests.entry, source.where)
@@ -250,7 +252,8 @@ def _copied(pieces: _Pieces, writer: Writer, at: int, digests: _Digests) -> Iter
 
 def digest(file: StoredFile, progress: Progress, readers: Executor | None = None) -> FileEntry:
     """Return the size and CRC-32 of a file, by reading it."""
-    nbytes, crc = file.nbytes, 0
+    nbytes = file.nbytes
+    crc = 0
     for _, piece in _read(file, nbytes, readers):
         crc = crc32.crc32(piece, crc)
         progress(len(piece))
@@ -300,7 +303,8 @@ class _Digests:
     """CRC-32s of a file that is read in pieces: of the whole, and of the blocks of each of its ``records``."""
 
     def __init__(self, nbytes: int, records: Mapping[int, int]) -> None:
-        self.nbytes, self._crc = nbytes, 0
+        self.nbytes = nbytes
+        self._crc = 0
         self.blocks = {offset: list[int]() for offset in records}
         self._pieces = groupby(_segments(nbytes, records), lambda segment: segment[0] // _PIECE)
 
@@ -348,7 +352,8 @@ class CopyPace:
 
     def __init__(self, bytes_per_second: int | None) -> None:
         self.stop: threading.Event = threading.Event()
-        self._throttle, self._counter = Throttle(bytes_per_second), Counter()
+        self._throttle = Throttle(bytes_per_second)
+        self._counter = Counter()
 
     @property
     def nbytes(self) -> int:

@@ -141,7 +141,8 @@ def overlap(first: StrPath, second: StrPath, *, inside: bool = True) -> bool:
 
 def lies_in(inner: StrPath, outer: StrPath) -> bool:
     """Return whether the path or URL ``inner`` is ``outer``, or leads into it, also by a link or bind mount."""
-    first, second = normalised(inner), normalised(outer)
+    first = normalised(inner)
+    second = normalised(outer)
     if first.startswith(second):
         return True
     if is_url(inner) or is_url(outer):
@@ -153,7 +154,8 @@ def lies_in(inner: StrPath, outer: StrPath) -> bool:
 
 def join(place: StrPath, *names: str) -> str:
     """Return ``place`` with names below it: a URL stays one, a path follows the rules of ``os.path.join``."""
-    text, below = os.fspath(place), [name for name in names if name]
+    text = os.fspath(place)
+    below = [name for name in names if name]
     if not is_url(text):
         return os.path.join(text, *below)
     root = text[:-1] if text.endswith("://") else text.rstrip("/")  # "s3://" alone names no bucket yet

@@ -128,7 +128,8 @@ class LayeredStorage(RoutedStorage):
 
     def __init__(self, places: Sequence[Storage], elsewhere: Mapping[str, int]) -> None:
         super().__init__(places[0])
-        self._places, self._elsewhere = places, elsewhere
+        self._places = places
+        self._elsewhere = elsewhere
         self.used: list[Storage] = [places[number] for number in sorted({0, *elsewhere.values()})]
         self.renames: bool = all(place.renames for place in self.used)
         self.concurrency: int = max(place.concurrency for place in self.used)
@@ -220,7 +221,8 @@ def pause_after(tries: int) -> float:
 
 class _RetryingReader:
     def __init__(self, storage: RetryingStorage, inner: Reader) -> None:
-        self._storage, self._inner = storage, inner
+        self._storage = storage
+        self._inner = inner
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         self._storage.repeated(lambda: self._inner.read_ranges(ranges))

@@ -259,7 +259,8 @@ def settle_swap(storage: Storage, *, only_look: bool = False) -> None:
         if not only_look:
             _put_back_lost(storage)
         return
-    deadline, backoff = effects.monotonic() + _SWAP_TAKES, Backoff(storage)
+    deadline = effects.monotonic() + _SWAP_TAKES
+    backoff = Backoff(storage)
     while journal.is_open(storage) and effects.monotonic() < deadline:
         holder = lease.read(storage)
         if holder is None or holder.holder_runs_here() is False or _stays_open(storage):
@@ -423,7 +424,8 @@ def with_given_model(opened: OpenTag, verifies: bool) -> OpenTag:
     weights = [file for file in manifest.guests if has_weights([file])]
     if not weights:
         return opened
-    storage, tag = opened.storage, opened.tag
+    storage = opened.storage
+    tag = opened.tag
     if verifies:
         memory = memoryview(bytearray(CRC_BLOCK))
         for file in weights:

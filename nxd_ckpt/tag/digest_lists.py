@@ -32,7 +32,8 @@ def sums_of(files: TagFiles, names: Iterable[str]) -> bytes:
 
 def read_sums(files: TagFiles) -> dict[str, str]:
     """Return the SHA-256 of each file by its name. Raises MalformedFile."""
-    where, sums = files.where(SUMS), dict[str, str]()
+    where = files.where(SUMS)
+    sums = dict[str, str]()
     with parsing(where, "lines of a SHA-256 and a file's name"):
         for line in files.storage.read(files.key(SUMS)).decode().splitlines():
             match = _LINE.fullmatch(line)
@@ -44,7 +45,8 @@ def read_sums(files: TagFiles) -> dict[str, str]:
 
 def sha256_of(files: TagFiles, name: str, count: Callable[[int], None] = lambda nbytes: None) -> str:
     """Return the SHA-256 of a file, read in pieces of 8 MiB; ``count`` is called with the bytes of each."""
-    key, digest = files.key(name), sha256()
+    key = files.key(name)
+    digest = sha256()
     size = files.storage.size(key)
     memory = memoryview(bytearray(min(_PIECE, size)))
     for start in range(0, size, _PIECE):

@@ -81,7 +81,8 @@ class SurveyedStorage(StorageWrapper):
         self, inner: Storage, top: Sequence[DirEntry], content: Mapping[str, Mapping[str, ListedFile | None]]
     ) -> None:
         super().__init__(inner)
-        self._top, self._content = top, dict(content)
+        self._top = top
+        self._content = dict(content)
 
     def forget(self, folder: str) -> None:
         """Ask the store itself about this directory, which has changed."""
@@ -374,7 +375,8 @@ def _times_in_newest(storage: Storage) -> dict[str, float]:
     A damaged file lists nothing.
     """
     try:
-        data, written = storage.read(NEWEST), marker_time(storage, NEWEST)
+        data = storage.read(NEWEST)
+        written = marker_time(storage, NEWEST)
     except FileNotFoundError:
         return {}
     except MalformedFile as error:

@@ -80,7 +80,8 @@ class _SpareMemory:
     """Memory of one small file, used again when nobody looks at it: fresh memory costs more than a read into it."""
 
     def __init__(self) -> None:
-        self._bytes, self._lock = bytearray(), effects.Lock()
+        self._bytes = bytearray()
+        self._lock = effects.Lock()
 
     def take(self, nbytes: int) -> memoryview:
         with self._lock:
@@ -133,7 +134,8 @@ class TagFiles:
     @contextmanager
     def with_hints(self, hints: IndexHints) -> Iterator[None]:
         """Within this context, files are not read for facts that ``hints`` has."""
-        before, self._hints = self._hints, hints
+        before = self._hints
+        self._hints = hints
         try:
             yield
         finally:

@@ -181,7 +181,8 @@ def opened_document(path: str, only: str | None, options: Options) -> tuple[dict
     Raises:
         TagReplaced: one was removed, or saved again, meanwhile.
     """
-    storage, opened = _open(path, options), dict[str, OpenTag]()
+    storage = _open(path, options)
+    opened = dict[str, OpenTag]()
 
     def summarize(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
         return _describe_tag(storage, info, newest, opened)
@@ -268,7 +269,8 @@ def _describe_tag(
         "lacks": [],
         "problems": [],
     }
-    manifest, identity = None, Identity(storage, info.tag)
+    manifest = None
+    identity = Identity(storage, info.tag)
     with identity.guarded():
         try:
             if info.damage is not None:
@@ -326,7 +328,8 @@ def _nbytes(storage: Storage, tag: str, manifest: Manifest | None) -> int:
     if manifest is not None and "bytes" in manifest.timings:
         others = sum(line.nbytes for line in (*manifest.ranks, *manifest.guests.values()))
         return int(manifest.timings["bytes"]) + others + storage.size(f"{tag}/{names.MANIFEST}")
-    files, total = TagFiles(storage, tag), 0
+    files = TagFiles(storage, tag)
+    total = 0
     for file in files_of(files):
         with suppress(FileNotFoundError):  # it is being saved over, or removed
             total += storage.size(files.key(file))
@@ -409,7 +412,8 @@ def best_of(storages: Sequence[Storage], metric: str, mode: Literal["min", "max"
     """
     places = _complete_tags(storages)
     tags = _steps(places)
-    rule, sign = Best(metric, mode=mode), 1 if mode == "min" else -1
+    rule = Best(metric, mode=mode)
+    sign = 1 if mode == "min" else -1
     metrics = [metrics_of(tag.storage, tag.info) for tag in tags]
     if not any(metric in each for each in metrics):
         others = {info: metrics_of(places[info], info) for info in places if step_of(info.tag) is None}

@@ -184,7 +184,8 @@ class MeshTrees:
             tid = reference.tid
             if tid >= len(tensors):
                 raise MalformedFile(f"{self.files.where(file)}: tensor {tid} is not in the index of rank {leader}")
-            tensor, stride = tensors[tid], noted(reference.noted)
+            tensor = tensors[tid]
+            stride = noted(reference.noted)
             return DeferredAssembly(
                 tensor.dtype, tensor.shape, lambda box: self._fragments(record, tensor, box), stride
             )
@@ -244,7 +245,8 @@ class MeshTrees:
 
 def _differs(one: Any, other: Any) -> bool:
     """Return whether two trees differ in a value, or in a part of a tensor that both have in one piece."""
-    leaves, others = dict(iter_leaves(one)), dict(iter_leaves(other))
+    leaves = dict(iter_leaves(one))
+    others = dict(iter_leaves(other))
     return leaves.keys() != others.keys() or any(_leaf_differs(leaves[path], others[path]) for path in leaves)
 
 

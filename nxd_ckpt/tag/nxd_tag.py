@@ -195,10 +195,14 @@ class NxdTag:
         if self._fixed_topology is not None:
             return self._fixed_topology
         model, optimizer = (spanned(self._ranks(part)) for part in _STATE_DIRS)
-        tp, pp = max(model.tp, optimizer.tp), max(model.pp, optimizer.pp)
-        dp, ep = optimizer.dp, max(model.ep or 1, optimizer.ep or 1)
+        tp = max(model.tp, optimizer.tp)
+        pp = max(model.pp, optimizer.pp)
+        dp = optimizer.dp
+        ep = max(model.ep or 1, optimizer.ep or 1)
         if self._dcp is not None:
-            dp, tp, pp = self._dcp.dp, max(tp, self._dcp.tp), max(pp, self._dcp.pp)
+            dp = self._dcp.dp
+            tp = max(tp, self._dcp.tp)
+            pp = max(pp, self._dcp.pp)
         if dp == 1:
             dp = ep
         if dp % ep:

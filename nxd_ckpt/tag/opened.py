@@ -256,7 +256,8 @@ class OpenTag:
             return self.mesh.optimizer()
         if kind == "zero1_dcp" and self.manifest is not None:
             return self._dcp_tree(at)
-        own, file = kind == "zero1", ""
+        own = kind == "zero1"
+        file = ""
         if kind in ("plain", "zero1", "zero1_full"):
             file = names.optimizer_file(self.topology, at, kind)
             self._verify_state(file, at if own else self.topology.writer_of(at))
@@ -272,7 +273,8 @@ class OpenTag:
 
         Shared state is in the first rank's files per stage.
         """
-        first, leader = self.topology.coordinates_of(0), Coordinates(at.pp_rank)
+        first = self.topology.coordinates_of(0)
+        leader = Coordinates(at.pp_rank)
         self._verify(names.DCP_METADATA, first)
         shared = dict.fromkeys((Coordinates(), leader))
         for place in shared:
@@ -418,7 +420,8 @@ class OpenTag:
             together = 1
             while others:  # from a store ever more at once, but never twice as many as are needed
                 yield from in_parallel(self.storage, others[:together], self._load_index)
-                others, together = others[together:], 2 * together
+                others = others[together:]
+                together = 2 * together
 
     def _verify_state(self, file: str, writer: Coordinates) -> None:
         self._verify(file, writer)

@@ -256,11 +256,14 @@ class RangeReader(Closing):
     """
 
     def __init__(self, files: TagFiles) -> None:
-        self._files, self._open = files, OpenFiles(files)
+        self._files = files
+        self._open = OpenFiles(files)
         self._pool = ReadPool(files.storage.concurrency, _ALONE if files.storage.renames else 0)
         self.done: Counter = Counter()
-        self._file, self._ranges = "", list[Range]()
-        self._nbytes, self._scratch_nbytes = 0, 0
+        self._file = ""
+        self._ranges = list[Range]()
+        self._nbytes = 0
+        self._scratch_nbytes = 0
         self._longest = max(PIECE, files.storage.read_nbytes)
         self._step = files.storage.read_nbytes
 
@@ -326,11 +329,13 @@ class RangeReader(Closing):
 
         What is read at once shares the scratch memory with what was read before: it stays in the cache.
         """
-        begin, nbytes = 0, 0
+        begin = 0
+        nbytes = 0
         for number, item in enumerate(ranges):
             if number > begin and nbytes + item.nbytes > self._step:
                 self._read_together(file, ranges[begin:number], scratch)
-                begin, nbytes = number, 0
+                begin = number
+                nbytes = 0
             nbytes += item.nbytes
         self._read_together(file, ranges[begin:], scratch)
 
@@ -338,7 +343,8 @@ class RangeReader(Closing):
         if len(ranges) == 1 and ranges[0].nbytes > self._step:
             self._read_in_steps(file, ranges[0], scratch)
             return
-        memories, at = [], 0
+        memories = []
+        at = 0
         for item in ranges:
             memories.append(scratch[at : at + item.nbytes] if item.memory is None else item.memory)
             at += item.scratch_nbytes
@@ -358,7 +364,8 @@ class RangeReader(Closing):
 
     def _read_in_steps(self, file: str, item: Range, scratch: memoryview) -> None:
         """Read a long range; the digest of each step is computed before the next one is read."""
-        crc, is_compared = 0, item.expected is not None or item.digest is not None
+        crc = 0
+        is_compared = item.expected is not None or item.digest is not None
         is_kept = item.memory is not None or item.deliver is not None
         memory = scratch[: item.nbytes] if item.memory is None else item.memory
         with naming(item.name):

@@ -101,7 +101,8 @@ class VerifiedRecords:
         record = _record(stub)
         if record in self._whole or (record, block) in self._blocks:
             return None
-        entry, crc = self._entries.get(record), stub.storage.crc32
+        entry = self._entries.get(record)
+        crc = stub.storage.crc32
         if entry is None and crc is None:
             return None
         self._blocks.add((record, block))
@@ -135,7 +136,8 @@ class Request(NamedTuple):
         """Return the part of the run within these bytes of the file."""
         assert self.run is not None
         begin, memory = self.run
-        first, last = max(begin, offset), min(begin + len(memory), offset + nbytes)
+        first = max(begin, offset)
+        last = min(begin + len(memory), offset + nbytes)
         return first, memory[first - begin : last - begin]
 
     def covers(self, offset: int, nbytes: int) -> bool:
@@ -221,10 +223,12 @@ class LeafReader(Closing):
     """
 
     def __init__(self, files: TagFiles, entries: Mapping[tuple[str, int], TensorEntry]) -> None:
-        self._files, self._records = files, VerifiedRecords(entries)
+        self._files = files
+        self._records = VerifiedRecords(entries)
         self._ranges = RangeReader(files)
         self.done: Counter = self._ranges.done
-        self._blocks, self._blocks_nbytes = dict[tuple[str, int, int], PendingBlock](), 0
+        self._blocks = dict[tuple[str, int, int], PendingBlock]()
+        self._blocks_nbytes = 0
 
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:
         """Read the sources of ``leaf``, for parts their blocks, and compare digests; each byte once.
@@ -449,7 +453,8 @@ class LeafReader(Closing):
         offset, memory = run
         for block in blocks_of(fragment):
             begin, nbytes = span_of(fragment.stub, block)
-            first, last = max(begin, offset), min(begin + nbytes, offset + len(memory))
+            first = max(begin, offset)
+            last = min(begin + nbytes, offset + len(memory))
             expected = entry.crc32[block] if last - first == nbytes else None
             target = memory[first - offset : last - offset]
             self._ranges.add(entry.file, Range(first, last - first, target, name, expected))
@@ -469,7 +474,9 @@ class LeafReader(Closing):
 
     def _read_blocks(self) -> None:
         """Request the pending blocks, neighbours one after the other."""
-        blocks, self._blocks, self._blocks_nbytes = self._blocks, {}, 0
+        blocks = self._blocks
+        self._blocks = {}
+        self._blocks_nbytes = 0
         for _, block in sorted(blocks.items(), key=lambda item: item[0]):
             with naming(block.name):
                 self._read_block(block)
@@ -535,7 +542,8 @@ def _segments(
     From ``middle`` on it is ``memory``, if any.
     """
     if memory is None:
-        middle, memory = begin, memoryview(b"")
+        middle = begin
+        memory = memoryview(b"")
     after = middle + len(memory)
     for offset in range(begin, middle, PIECE):
         yield offset, min(PIECE, middle - offset), None

@@ -89,7 +89,8 @@ class SideBySide:
                 reader.finish()
 
     def _fill(self, readers: list[LeafReader], pieces: list[_Placed[Key]], arena: Arena) -> Window[Key]:
-        memory, window = arena.reserve(_MEMORY), []
+        memory = arena.reserve(_MEMORY)
+        window = []
         for piece in pieces:
             sides = zip(piece.matched.leaves, piece.places, strict=True)
             read = tuple(_read(readers[tag], leaf, piece, memory[at:]) for (tag, leaf), at in sides)
@@ -112,12 +113,14 @@ def _windows(tensors: Iterable[Matched[Key]]) -> Iterator[list[_Placed[Key]]]:
     pieces: list[_Placed[Key]] = []
     at = 0
     for matched in tensors:
-        count, size = len(matched.leaves), matched.itemsize
+        count = len(matched.leaves)
+        size = matched.itemsize
         for box in _boxes(matched, _MEMORY // count // _ALIGNED * _ALIGNED // size):
             each = -(-box.numel * size // _ALIGNED) * _ALIGNED
             if at + count * each > _MEMORY:
                 yield pieces
-                pieces, at = [], 0
+                pieces = []
+                at = 0
             pieces.append(_Placed(matched, box, tuple(range(at, at + count * each, each))))
             at += count * each
     if pieces:

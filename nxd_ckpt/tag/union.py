@@ -52,8 +52,11 @@ def copies_of_save(storages: Sequence[Storage], place: int, tag: str) -> SaveCop
     A copy is at a later place, complete, and has a byte-equal manifest. If the nearest one's own manifest is damaged,
     the order time must be equal. None if it is no save of ours. A place that cannot be read does not count.
     """
-    order_time, own = choose(storages[place], tag).order_time, _manifest(storages[place], tag)
-    places, first, manifest = [place], place, own
+    order_time = choose(storages[place], tag).order_time
+    own = _manifest(storages[place], tag)
+    places = [place]
+    first = place
+    manifest = own
     for other in range(place + 1, len(storages)):
         try:
             info = choose(storages[other], tag)
@@ -270,7 +273,8 @@ def _complete_source(storages: Sequence[Storage], copy: TagCopy) -> TagSource:
 
     A file that its storage lost comes from another place. Raises PartLost.
     """
-    storage, single = storages[copy.place], TagSource(copy.tag, [copy.place])
+    storage = storages[copy.place]
+    single = TagSource(copy.tag, [copy.place])
     if not storage.may_lack_files:
         return single
     copies = copies_of_save(storages, copy.place, copy.tag)

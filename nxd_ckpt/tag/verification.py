@@ -42,7 +42,8 @@ class WrittenFiles:
     """
 
     def __init__(self, part: str, indexes: Iterable[RankIndex]) -> None:
-        self._part, self._indexes = f"{part}/", iter(indexes)
+        self._part = f"{part}/"
+        self._indexes = iter(indexes)
         self._files: dict[str, tuple[FileEntry, list[TensorEntry]]] = {}
         self.entries: Entries = {}
 
@@ -84,7 +85,8 @@ class WrittenHints:
     """
 
     def __init__(self, written: WrittenFiles, verify_size: Callable[[str, int], None] | None) -> None:
-        self._written, self._verify_size = written, verify_size
+        self._written = written
+        self._verify_size = verify_size
 
     def tensor(self, file: str) -> TensorStub | None:
         tensor = None if self._verify_size is None else self._written.tensor(file)
@@ -160,7 +162,9 @@ class Digest:
     __slots__ = ("_crcs", "_expected", "_lock", "_missing", "_where")
 
     def __init__(self, where: str, expected: int, segments: int) -> None:
-        self._where, self._expected, self._missing = where, expected, segments
+        self._where = where
+        self._expected = expected
+        self._missing = segments
         self._crcs: list[tuple[int, int]] = [(0, 0)] * segments
         self._lock = effects.Lock()
 

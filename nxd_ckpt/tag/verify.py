@@ -228,7 +228,9 @@ def read_whole(storage: Storage, tag: str, progress: bool) -> Reading:
 
 def _names_of(opened: OpenTag) -> Iterator[str]:
     """Yield the files that loads open by their names; other names are in these files."""
-    topology, parts, manifest = opened.topology, opened.parts, opened.manifest
+    topology = opened.topology
+    parts = opened.parts
+    manifest = opened.manifest
     every = [topology.coordinates_of(rank) for rank in range(topology.world_size)]
     writers = [at for at in every if at.dp_rank < topology.ep]  # see Topology.writer_of
     if manifest is not None:
@@ -294,12 +296,15 @@ def _is_legacy(name: str) -> bool:
 def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     problems: list[str] = []
     entries = list(_entries(opened, problems))
-    missing, verified = list[FileEntry](), 0
-    nbytes, done = sum(entry.nbytes for _, entry, _ in entries), Counter()
+    missing = list[FileEntry]()
+    verified = 0
+    nbytes = sum(entry.nbytes for _, entry, _ in entries)
+    done = Counter()
     logger.info("reading %s of %s", units.size(nbytes), opened.where)
     with watched("verify", nbytes, lambda: done.nbytes, progress):
         for file, entry, tensors in entries:
-            key, memory = f"{opened.tag}/{file}", _memory(entry.nbytes)
+            key = f"{opened.tag}/{file}"
+            memory = _memory(entry.nbytes)
             try:
                 verify_file(opened.storage, key, entry, memory, done)
                 verified += entry.nbytes
@@ -348,7 +353,8 @@ def _marker(opened: OpenTag, marker: str) -> FileEntry:
     """Return the expected marker: NxD's ``1``; or ours, which names the attempt: ``done``, and in stores both."""
     data = FOREIGN_MARK
     if opened.manifest is not None:
-        order_time, attempt = opened.manifest.order_time, opened.manifest.attempt
+        order_time = opened.manifest.order_time
+        attempt = opened.manifest.attempt
         ours = mark_of(order_time, attempt) if marker == names.DONE else f"1 {attempt}".encode()
         with suppress(OSError, MalformedFile):  # comparing the file with this reports it
             data = ours if opened.storage.size(f"{opened.tag}/{marker}") == len(ours) else data
@@ -373,7 +379,8 @@ class DigestsInside:
     """Digests in the files of a tag itself: of zip archives, which torch.save writes, and of our safetensors files."""
 
     def __init__(self, tag_files: TagFiles) -> None:
-        self._files, self._storage = tag_files, tag_files.storage
+        self._files = tag_files
+        self._storage = tag_files.storage
         self._dcp: dict[str, dict[str, list[tuple[int, int]]]] = {}
 
     def of(self, file: str, nbytes: int) -> Iterator[Digested]:
@@ -422,7 +429,8 @@ class DigestsInside:
 
 def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
     records = _Records(TagFiles(opened.storage, opened.tag))
-    files, problems = list(files_of(records.tag_files)), records.problems
+    files = list(files_of(records.tag_files))
+    problems = records.problems
     if SUMS in files:
         with collect_problems(problems):
             records.sums = read_sums(records.tag_files)
@@ -440,7 +448,8 @@ class _Records:
     """Reader of a tag without an index, record by record, with counts."""
 
     def __init__(self, tag_files: TagFiles) -> None:
-        self.tag_files, self._storage = tag_files, tag_files.storage
+        self.tag_files = tag_files
+        self._storage = tag_files.storage
         self._inside = DigestsInside(tag_files)
         self.nbytes = 0
         self.verified = 0
@@ -470,13 +479,15 @@ class _Records:
             self.problems.append(f"{self.tag_files.where(file)} is shorter than its contents need: {error}")
 
     def _compare(self, file: str, size: int) -> None:
-        expected, found = self.sums[file], sha256_of(self.tag_files, file, self.done.add)
+        expected = self.sums[file]
+        found = sha256_of(self.tag_files, file, self.done.add)
         if found != expected:
             raise DigestMismatch(f"{self.tag_files.where(file)}: expected SHA-256 {expected}, found {found}")
         self.verified += size
 
     def _verify(self, file: str, record: Digested) -> None:
-        key, memory = self.tag_files.key(file), _memory(record.nbytes)
+        key = self.tag_files.key(file)
+        memory = _memory(record.nbytes)
         crc = crc32_of(self._storage, key, record.offset, record.nbytes, memory, self.done)
         if record.crc32 is None:
             self.undigested += record.nbytes
@@ -504,7 +515,8 @@ def _lost_files(opened: OpenTag, reported: tuple[str, ...]) -> list[str]:
 
 def _looks(opened: OpenTag) -> Iterator[tuple[Coordinates, Callable[[OpenTag, Coordinates], list[str]]]]:
     """Yield for every state that the tag should hold its rank, and the function that searches its files."""
-    topology, parts = opened.topology, opened.parts
+    topology = opened.topology
+    parts = opened.parts
     for at in map(topology.coordinates_of, range(topology.world_size)):
         if parts.model and at == topology.writer_of(at):
             yield at, _lost_of_model

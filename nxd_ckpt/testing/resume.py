@@ -278,7 +278,8 @@ def _difference(expected: Any, actual: Any) -> str:
         for field in ("dtype", "shape", "stride", "requires_grad"):
             if getattr(expected, field) != getattr(actual, field):
                 return f"expected {field} {getattr(expected, field)}, found {getattr(actual, field)}"
-        a, b = _numbers(expected), _numbers(actual)
+        a = _numbers(expected)
+        b = _numbers(actual)
         largest = (a - b).abs().max().item()
         return f"expected other values: {int((a != b).sum())} of {a.numel()} differ, by at most {largest:g}"
     return f"expected {_shown(expected)}, found {_shown(actual)}"

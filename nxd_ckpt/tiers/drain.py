@@ -66,7 +66,8 @@ class Drain:
         self._source = source
         self._target = target
         self._timeout = timeout
-        self._changed, self._stopping = effects.Condition(), effects.Event()
+        self._changed = effects.Condition()
+        self._stopping = effects.Event()
         self._waiting: PendingCopy | None = None
         self._running: PendingCopy | None = None
         self._error: Exception | None = None
@@ -104,7 +105,8 @@ class Drain:
     def hand_over(self, copy: PendingCopy) -> None:
         """Queue a copy, in place of one that still waits."""
         with self._changed:
-            skipped, self._waiting = self._waiting, copy
+            skipped = self._waiting
+            self._waiting = copy
         if skipped is not None and skipped.tag != copy.tag:
             logger.info("%s is not copied to tier %s: %s is newer", skipped.tag, self.tier.name, copy.tag)
         self._worker.submit(self._next)
@@ -147,7 +149,8 @@ class Drain:
 
     def _next(self) -> None:
         with self._changed:
-            self._running, self._waiting = self._waiting, None
+            self._running = self._waiting
+            self._waiting = None
             copy = self._running
         if copy is None:
             return
@@ -156,7 +159,8 @@ class Drain:
             error = self._try(copy)
         finally:
             with self._changed:
-                self._running, self._error = None, error
+                self._running = None
+                self._error = error
                 self._changed.notify_all()
 
     def _try(self, copy: PendingCopy) -> Exception | None:
@@ -188,7 +192,8 @@ class Drain:
         return problem
 
     def _copy(self, copy: PendingCopy) -> None:
-        started, session = effects.monotonic(), self.claim()
+        started = effects.monotonic()
+        session = self.claim()
         session.require()  # the tier's content counts only while it is still this tier
         opened = open_complete_tag(self._source, copy.tag)
         with opened.guarded():
@@ -198,7 +203,8 @@ class Drain:
         publication = copy_publication(session, copy.tag, copy.overwrite, saved, session.counter)
         is_there = _has(session.storage, opened)
         if not is_there:
-            means, source = CopyMeans(self._copiers, self._pace, self._readers), self._source
+            means = CopyMeans(self._copiers, self._pace, self._readers)
+            source = self._source
             hosts = None
             if isinstance(source, HostsStorage):  # each host copies its own files
                 hosts = HostCopies(source, copy.tag, files, self._number, _COPIERS)
@@ -221,7 +227,8 @@ class Drain:
             journal.discard_trash(session.storage, session.run_id, session.confirm)
 
     def _report(self, copy: PendingCopy, nbytes: int, started: float) -> None:
-        now, waiting = effects.monotonic(), self._waiting
+        now = effects.monotonic()
+        waiting = self._waiting
         logger.info(
             "copied %s to tier %s: %s in %.2f s, %.2f s after its save; %s behind",
             copy.tag,

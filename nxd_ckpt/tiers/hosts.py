@@ -53,7 +53,9 @@ def join(storage: HostsStorage, tier: Tier, agreement: Agreement, timeout: float
     decided: list[Any] = decided_by_rank0(agreement, lambda: [secrets.token_hex(8), *_hosts_of(words or [], tier)])
     purpose, host_of, targets = decided
     secret = agreement.secret_for(f"hosts {purpose}")
-    number, host, serves = max(host_of) + 1, host_of[agreement.rank], lowest == agreement.rank and max(host_of) > 0
+    number = max(host_of) + 1
+    host = host_of[agreement.rank]
+    serves = lowest == agreement.rank and max(host_of) > 0
 
     servers: list[HostServer] = []
     remotes: list[RemoteDirectory] = []
@@ -116,7 +118,9 @@ def _hosts_of(words: Sequence[Sequence[int | None]], tier: Tier) -> list[list[An
 
 
 def _targets(rank: int, host_of: Sequence[int], tier: Tier) -> list[int]:
-    hosts, own, jump = max(host_of) + 1, host_of[rank], tier.replica_jump
+    hosts = max(host_of) + 1
+    own = host_of[rank]
+    jump = tier.replica_jump
     steps = range(1, tier.replicas)
     if jump is None:
         targets = [(own + step) % hosts for step in steps]
@@ -225,7 +229,8 @@ class Replenishing:
 
     def _fetch(self, opened: OpenTag, fetch: Fetch) -> None:
         """Let a host fetch a file, first out of sight: the host's files of the tag may be in use."""
-        key, directory = f"{opened.tag}/{fetch.file.name}", self._source.hosts.directories[fetch.number]
+        key = f"{opened.tag}/{fetch.file.name}"
+        directory = self._source.hosts.directories[fetch.number]
         assert fetch.file.entry is not None
         directory.make_dir(FETCHED)
         with closing(self._source.copy_out(fetch.number, key, 0, FETCHED, key, fetch.file.entry)) as pieces:
@@ -263,7 +268,8 @@ def missing_copies(
     Newcomers come before others, and among them the host with the fewest bytes to fetch. Files that nobody has are left
     out.
     """
-    load, fetches = Counter[int](), list[Fetch]()
+    load = Counter[int]()
+    fetches = list[Fetch]()
     for file in files:
         hosts_with_file = holders[file.name]
         free = sorted((host not in newcomers, load[host], host) for host in hosts if host not in hosts_with_file)

@@ -85,7 +85,8 @@ class Tiers:
         Raises, on every rank, the errors of `nxd_ckpt.tiers.hosts.join`; CheckpointError if no process group joins the
         ranks.
         """
-        hosts, tier = self._hosts, self.tiers[0]
+        hosts = self._hosts
+        tier = self.tiers[0]
         if hosts is None or hosts.is_joined:
             return
         if agreement is None:
@@ -267,9 +268,11 @@ class Tiers:
 
         With a ``grace`` copying stops, within so many seconds.
         """
-        replenishing, self._replenishing = self._replenishing, None
+        replenishing = self._replenishing
+        self._replenishing = None
         if replenishing is not None:
             replenishing.close()
-        drains, self.drains = self.drains, None
+        drains = self.drains
+        self.drains = None
         if drains is not None:
             drains.close(grace)

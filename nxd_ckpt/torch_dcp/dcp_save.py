@@ -94,7 +94,8 @@ class DcpSave(CollectedSave):
 
     def write(self, chunks: Sequence[StagedChunk]) -> Vote:
         """Write this rank's chunks, durably; return its vote, on rank 0 without the index, which comes last."""
-        started, rank = effects.monotonic(), self.session.topology.rank
+        started = effects.monotonic()
+        rank = self.session.topology.rank
         files = [
             _shard_file(names.shard_file(directory, rank), own)
             for directory, prefix in ((names.MODEL_DIR, "model/"), (names.OPTIMIZER_DIR, "optim/"))
@@ -146,7 +147,8 @@ class DcpSave(CollectedSave):
 
     def _written(self, files: Sequence[PlannedFile]) -> RankIndex:
         """Stage and write the files, wave after wave; return their index."""
-        storage, folder = self.session.storage, self.publication.folder
+        storage = self.session.storage
+        folder = self.publication.folder
         threads = Helpers(WRITERS, "nxd_ckpt-helper")
         writer = FileWriter(storage, folder, files, lambda nbytes: None, threads)
         try:
@@ -269,7 +271,8 @@ class _Structures:
     """State dicts with references for tensors in files, and these tensors, in the order of the references."""
 
     def __init__(self, collected: CollectedState, dcp_names: DcpNames) -> None:
-        self._collected, self._dcp_names = collected, dcp_names
+        self._collected = collected
+        self._dcp_names = dcp_names
         self._names_by_leaf = {id(leaf): name for name, leaf in collected.leaves.items()}
         self.files: dict[str, Any] = {}
         self.tensors: list[WholeTensor] = []
@@ -290,7 +293,8 @@ class _Structures:
 
 def _parameters(trees: DcpTrees, collected: CollectedState, trained: list[str] | None) -> dict[str, ParameterSpec]:
     """Return the model's tensors; tensors that the optimizer lacks count as frozen, or as buffers."""
-    specs, trained_names = {}, None if trained is None else set(trained)
+    specs = {}
+    trained_names = None if trained is None else set(trained)
     for parameter, entries in trees.model.items():
         tensor = collected.written.get(entries.get((), ""))
         if tensor is not None:

@@ -92,9 +92,12 @@ class StorageReader(TorchStorageReader):
         storage_options: StorageOptions | None = None,
     ) -> None:
         super().__init__()
-        self._path, self._options, self._verify = tag, storage_options, verify
+        self._path = tag
+        self._options = storage_options
+        self._verify = verify
         self._keys = model_key, optim_key
-        self._partitions, self._saved_names = partitions, saved_param_names
+        self._partitions = partitions
+        self._saved_names = saved_param_names
         self._opened: tuple[OpenTag, _States] | None = None
         self.usual: DcpNames = DcpNames()
         """The keys where neither the caller nor the tag says them."""
@@ -291,7 +294,9 @@ class _Delivery:
     """Reads of leaves into the tensors that a planner has for them."""
 
     def __init__(self, reader: LeafReader, planner: LoadPlanner, verify: bool) -> None:
-        self._reader, self._planner, self._verify = reader, planner, verify
+        self._reader = reader
+        self._planner = planner
+        self._verify = verify
         self._direct: list[tuple[ReadItem, torch.Tensor]] = []
 
     def take(self, item: ReadItem, leaf: Assembly | torch.Tensor) -> None:

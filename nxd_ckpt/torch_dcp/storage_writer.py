@@ -108,7 +108,8 @@ def collected(metadata: Metadata, results: Sequence[Sequence[WriteResult]], trus
         if tensor is None:
             values[name] = read_value(own_parts[()], name, trust_pickle)
         elif None in own_parts.values():
-            dtype, shape = dtype_name(tensor.properties.dtype), tuple(tensor.size)
+            dtype = dtype_name(tensor.properties.dtype)
+            shape = tuple(tensor.size)
             written[name] = WrittenTensor(dtype, shape, tuple(sorted(ranks.get(name, ()))))
         else:
             values[name] = _assembled(tensor, own_parts, name)
@@ -182,7 +183,8 @@ class StorageWriter(TorchStorageWriter):
         storage: Storage | None = None,
     ) -> None:
         super().__init__()
-        self._directory, self._tag = directory, tag
+        self._directory = directory
+        self._tag = tag
         if (model_key is None) != (optim_key is None):
             raise InvalidArgument("model_key and optim_key: give both, or None for both")
         self._names = None if model_key is None or optim_key is None else DcpNames(model_key, optim_key)
@@ -192,9 +194,14 @@ class StorageWriter(TorchStorageWriter):
         """Why this rank cannot save, which torch raises on all ranks in place of saving."""
         self._rules = rules_of(num_kept_ckpts, retain)
         self.metrics = metrics
-        self._overwrite, self._timeout, self._trust = overwrite, timeout, trust_pickle
-        self._durable, self._options, self._storage = durable, storage_options, storage
-        self._is_coordinator, self._world_size = True, 1
+        self._overwrite = overwrite
+        self._timeout = timeout
+        self._trust = trust_pickle
+        self._durable = durable
+        self._options = storage_options
+        self._storage = storage
+        self._is_coordinator = True
+        self._world_size = 1
         self._in_use = self._names or DcpNames()
 
     @property
@@ -206,7 +213,8 @@ class StorageWriter(TorchStorageWriter):
         """Begin another save; with ``checkpoint_id``, of the tag with this path or URL."""
         if checkpoint_id:
             place = location_of(checkpoint_id, "tag", self._options)
-            self._directory, self._tag = place.directory, place.name
+            self._directory = place.directory
+            self._tag = place.name
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Record whether this process is the coordinator.
@@ -220,7 +228,8 @@ class StorageWriter(TorchStorageWriter):
                 "use_collectives=False lets each rank plan for itself, so replicas would be written several times; "
                 "leave it out, or save with no_dist=True from one rank"
             )
-        self._is_coordinator, self._world_size = is_coordinator, 1
+        self._is_coordinator = is_coordinator
+        self._world_size = 1
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -435,7 +444,8 @@ def _items(plans: Iterable[SavePlan]) -> list[DcpItem]:
     for plan in plans:
         paths = plan.planner_data or {}
         for item in plan.items:
-            name, data = item.index.fqn, item.tensor_data
+            name = item.index.fqn
+            data = item.tensor_data
             size = None if data is None else prod(data.chunk.sizes) * data.properties.dtype.itemsize
             before = items[name].nbytes if name in items else 0
             nbytes = None if size is None else size + (before or 0)

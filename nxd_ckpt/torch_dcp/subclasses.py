@@ -189,7 +189,8 @@ class Targets:
             self._made.append((container, key, made))
             return {f"{head}|{inner}": plain for inner, plain in entries.items()} | {f"{head}|{_CLASS}": ""}
         own = _head(name, child)
-        live, saved = _record(child), self.saved.value(f"{own}{_CLASS}")
+        live = _record(child)
+        saved = self.saved.value(f"{own}{_CLASS}")
         if live != saved:
             raise UnsupportedState(_difference(name, live, saved or record))
         return {f"{_head(head, child)}{inner}": plain for inner, plain in _inner(child)} | {

@@ -379,7 +379,7 @@ BREAKS = [
 BREAKS += [
     Break(
         "Order time ignores existing tags", "disk",
-        {_COMMIT: ("session.listed.values(), effects.time()", "(), effects.time()")},
+        {_COMMIT: ("    tags = session.listed.values()\n    now =", "    tags = ()\n    now =")},
         lambda schedule: schedule.fault == "clock",
     ),
     Break(
@@ -635,11 +635,11 @@ BREAKS += [
     ),
     Break(
         "Short write counts as done", "local",
-        {_FILES: ("        view, offset = view[count:], offset + count\n", "        view = view[len(view) :]\n")},
+        {_FILES: ("        view = view[count:]\n        offset += count\n", "        view = view[len(view) :]\n")},
     ),
     Break(
         "Short read counts as done", "local",
-        {_FILES: ("            left, offset = left - count, offset + count\n", "            left = 0\n")},
+        {_FILES: ("            left -= count\n            offset += count\n", "            left = 0\n")},
     ),
     Break(
         "File moved aside before it is compared", "lease, local",

@@ -90,7 +90,8 @@ class ReplicatedWriter:
 
     def _await_sent(self) -> None:
         """Return once everything was sent and verified on arrival; raise earlier failures."""
-        sending, self._sending = self._sending, []
+        sending = self._sending
+        self._sending = []
         for future in sending:
             future.result()
         for writer in self._others:
@@ -234,7 +235,8 @@ class HostsStorage(Storage):
 
     def join(self, hosts: Hosts, leave: Callable[[], None] = lambda: None, copy_own: CopyOut | None = None) -> None:
         """Join these hosts; ``leave`` releases their connections, ``copy_own`` is `copy_out` for this host."""
-        self._hosts, self._leave = hosts, leave
+        self._hosts = hosts
+        self._leave = leave
         self._copy_own = copy_own or copy_nothing
 
     def leave(self) -> None:
@@ -288,7 +290,8 @@ class HostsStorage(Storage):
         self._home.write_reserved(reserve, key, data)
 
     def link_new(self, key: str, data: bytes) -> bool:
-        at_home, mirrored = self._names.is_at_home(key), self._names.is_mirrored(key)
+        at_home = self._names.is_at_home(key)
+        mirrored = self._names.is_mirrored(key)
         if not (at_home or mirrored):  # one rank's file, which no other has
             created = self.own.link_new(key, data)
             for directory in self._replicas if created else ():
@@ -320,7 +323,8 @@ class HostsStorage(Storage):
 
         If it would then be on no more hosts than there are replicas, and could be lost with them, it is withdrawn.
         """
-        copies, problem = 1, None
+        copies = 1
+        problem = None
         for directory in others:
             try:
                 directory.write(key, data)
@@ -466,7 +470,8 @@ class HostsStorage(Storage):
     def _all(self) -> Sequence[Directory]:
         """Return all directories in the order in which they are asked: this host's, then those after it (its replicas).
         """
-        directories, here = self.hosts.directories, self.hosts.here
+        directories = self.hosts.directories
+        here = self.hosts.here
         return [*directories[here:], *directories[:here]]
 
     def _order(self, key: str, *, anew: bool = False) -> Sequence[Directory]:
@@ -514,7 +519,8 @@ class HostsStorage(Storage):
 
     def _from_first(self, key: str, get: Callable[[Directory], T]) -> T:
         """Return the result of ``get`` for the first directory that has the file."""
-        is_cached, mirrored = top_of(key) in self._members, self._names.is_mirrored(key)
+        is_cached = top_of(key) in self._members
+        mirrored = self._names.is_mirrored(key)
         try:
             return self._first(key, self._order(key, anew=mirrored), get)
         except FileNotFoundError:

@@ -68,7 +68,8 @@ class RemoteDirectory:
         with self.naming():
             _check(isinstance(lengths, list) and len(lengths) == len(keys))
             _check(sum(0 if length is None else _length(length) for length in lengths) == len(data))
-        contents, begin = list[bytes | None](), 0
+        contents = list[bytes | None]()
+        begin = 0
         for length in lengths:
             contents.append(None if length is None else data[begin : begin + length])
             begin += length or 0
@@ -163,13 +164,15 @@ class RemoteDirectory:
     def close(self) -> None:
         """Close the connections that nobody uses."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
         for channel in idle:
             channel.close()
 
     def leave(self) -> None:
         """Close the parent's connections in a forked child; the parent keeps them open."""
-        self._lock, self._idle = threading.Lock(), []
+        self._lock = threading.Lock()
+        self._idle = []
         for channel in self._channels:
             channel.close()
 
@@ -252,14 +255,16 @@ class RemoteReader:
         self._version = version
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        batch, nbytes = list[tuple[int, memoryview]](), 0
+        batch = list[tuple[int, memoryview]]()
+        nbytes = 0
         for offset, buffer in ranges:
             view = memoryview(buffer).cast("B")
             for begin in range(0, len(view), PIECE) or (0,):
                 part = view[begin : begin + PIECE]
                 if batch and (nbytes + len(part) > PIECE or len(batch) == _RANGES):
                     self._directory.read_ranges(self._key, self._version, batch)
-                    batch, nbytes = [], 0
+                    batch = []
+                    nbytes = 0
                 batch.append((offset + begin, part))
                 nbytes += len(part)
         if batch:

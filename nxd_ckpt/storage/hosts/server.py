@@ -93,7 +93,8 @@ class HostServer:
         self._listeners = listen(addresses)
         self._unproved: dict[socket.socket, None] = {}
         self._connections: set[socket.socket] = set()
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         _serving.add(self)
         for listener in self._listeners.values():
             threading.Thread(target=self._listen, args=(listener,), name="nxd_ckpt-host", daemon=True).start()
@@ -293,7 +294,8 @@ class _Conversation:
 
     def _do_settle(self, fields: Fields, blobs: list[bytes]) -> None:
         """Confirm that everything sent has arrived unchanged, or raise."""
-        failed, self._failed = self._failed, None
+        failed = self._failed
+        self._failed = None
         if failed is not None:
             self._do_abort(fields, blobs)
             raise failed
@@ -307,7 +309,9 @@ class _Conversation:
         self._directory.sync_dir(self._key(fields).rpartition("/")[0])
 
     def _do_abort(self, fields: Fields, blobs: list[bytes]) -> None:
-        writer, self._writer, self._failed = self._writer, None, None
+        writer = self._writer
+        self._writer = None
+        self._failed = None
         if writer is not None:
             writer.abort()
 
@@ -330,7 +334,8 @@ class _Conversation:
 
     def _opened(self, fields: Fields) -> tuple[int, list[tuple[int, int]]]:
         """Open the file in the requested version; return it and its requested ranges, which exist."""
-        key, version = self._key(fields), Version(*fields["version"])
+        key = self._key(fields)
+        version = Version(*fields["version"])
         ranges = [(number(offset), number(length)) for offset, length in fields["ranges"]]
         where = f"{self._directory.url}/{key}"
         fd, _ = open_regular(self._directory.path(key))

@@ -114,7 +114,8 @@ def connect(
     """
     deadline = effects.monotonic() + seconds
     while True:
-        problem, dropped = OSError("no answer"), False
+        problem = OSError("no answer")
+        dropped = False
         for host in hosts:
             within = max(deadline - effects.monotonic(), 0.1) if timeout is None else timeout
             try:
@@ -126,7 +127,8 @@ def connect(
                 return prove(connection, within)
             except OSError as error:
                 connection.close()
-                problem, dropped = error, True
+                problem = error
+                dropped = True
         if not dropped or effects.monotonic() > deadline:
             raise problem
         effects.sleep(_PAUSE)
@@ -156,7 +158,8 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self._socket, self._timeout = connection, timeout
+        self._socket = connection
+        self._timeout = timeout
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._deadline = 0.0
@@ -210,7 +213,8 @@ class Channel:
     def prove(self, secret: bytes, host: int) -> None:
         """Prove, as the caller, to know the secret, and check the proof that the other end is that host."""
         self._begin()
-        theirs, ours = self._take(NONCE), os.urandom(NONCE)
+        theirs = self._take(NONCE)
+        ours = os.urandom(NONCE)
         self._put(ours + proof(secret, b"caller", host, theirs + ours))
         if not hmac.compare_digest(self._take(NONCE), proof(secret, b"host", host, theirs + ours)):
             raise ConnectionError(f"does not prove that it is host {host} of this job")
@@ -220,7 +224,8 @@ class Channel:
         self._begin()
         ours = os.urandom(NONCE)
         self._put(ours)
-        theirs, caller_proof = self._take(NONCE), self._take(NONCE)
+        theirs = self._take(NONCE)
+        caller_proof = self._take(NONCE)
         if not hmac.compare_digest(caller_proof, proof(secret, b"caller", host, ours + theirs)):
             return False
         self._put(proof(secret, b"host", host, ours + theirs))

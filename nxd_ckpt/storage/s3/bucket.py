@@ -82,7 +82,8 @@ def code_of(reply: dict[str, Any]) -> str:
 
 
 def _of_reply(reply: dict[str, Any], url: str, bucket: str) -> OSError:
-    code, status = code_of(reply), int(reply.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    code = code_of(reply)
+    status = int(reply.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     message = str(reply.get("Error", {}).get("Message", "")).rstrip(".")
     text = f"{url}: {code}: {message}"
     if code == "NoSuchBucket":
@@ -287,5 +288,6 @@ class Bucket:
 
     def _connected(self) -> Any:
         if self._client is None or self._pid != os.getpid():  # connections are not shared with a forked process
-            self._client, self._pid = self.options.client(), os.getpid()
+            self._client = self.options.client()
+            self._pid = os.getpid()
         return self._client

@@ -74,7 +74,8 @@ class S3Reader:
 
     def __init__(self, bucket: Bucket, key: str, reply: Mapping[str, Any] | None = None) -> None:
         """Open the version of ``reply``, an earlier one about all of the object; else that of the first read."""
-        self._bucket, self._key = bucket, key
+        self._bucket = bucket
+        self._key = key
         self.etag = None if reply is None else str(reply["ETag"])
         self.nbytes = None if reply is None else int(reply["ContentLength"])
 
@@ -102,7 +103,8 @@ class S3Reader:
         """Read a run. If a connection breaks in the middle, the next request continues from there."""
         from urllib3.exceptions import HTTPError
 
-        done, tries = run.begin, 0
+        done = run.begin
+        tries = 0
         while done < run.end:
             before = done
             with self._request(run, done) if begun is None else begun as body:
@@ -115,7 +117,8 @@ class S3Reader:
                             count = reply.readinto(memory)
                             if not count:
                                 raise ConnectionResetError("the body ended early")
-                            memory, done = memory[count:], done + count
+                            memory = memory[count:]
+                            done += count
                     body.read()  # nothing is left: it gives its connection back
                 except (HTTPException, HTTPError, OSError) as error:
                     tries = 0 if done > before else tries + 1
@@ -126,7 +129,8 @@ class S3Reader:
 
     def _request(self, run: ByteRun, begin: int) -> Any:
         """Return the body of the bytes of ``run`` from ``begin`` on. The first reply tells version and size."""
-        full, condition = self._bucket.full(self._key), {} if self.etag is None else {"IfMatch": self.etag}
+        full = self._bucket.full(self._key)
+        condition = {} if self.etag is None else {"IfMatch": self.etag}
         try:
             reply = self._bucket.call(
                 "get_object", self._key, Key=full, Range=f"bytes={begin}-{run.end - 1}", **condition
@@ -139,7 +143,8 @@ class S3Reader:
             raise
         if self.etag is None:
             size = str(reply.get("ContentRange", "")).rpartition("/")[2]
-            self.etag, self.nbytes = str(reply["ETag"]), int(size) if size.isdecimal() else None
+            self.etag = str(reply["ETag"])
+            self.nbytes = int(size) if size.isdecimal() else None
         if reply["ContentLength"] != run.end - begin:
             with closing(reply["Body"]):
                 self._require(run)
@@ -251,7 +256,9 @@ class S3Storage(Storage):
             return {}
         root = self._bucket.below("")
         content = {below: dict[str, ListedFile | None]() for below in sorted(f"{root}{folder}/" for folder in folders)}
-        first, final, last = min(content), max(content), ""
+        first = min(content)
+        final = max(content)
+        last = ""
         size = min(_PAGE, _ENTRIES * len(content) + 1)  # the next directory shows that the last one is whole
         pages = self._bucket.pages("", StartAfter=first, Delimiter=delimiter, MaxKeys=size)
         try:
@@ -286,7 +293,8 @@ class S3Storage(Storage):
         if self._lists_etags:
             with suppress(ConditionFailed, Replaced):
                 return read_object(self._bucket, key, limit, IfMatch=mark)[0]
-        data, full = self.read(key, limit), self._bucket.full(key)
+        data = self.read(key, limit)
+        full = self._bucket.full(key)
         page = self._bucket.call("list_objects_v2", key, Prefix=full, MaxKeys=1)
         if (full, mark) not in ((item["Key"], item.get("ETag")) for item in page.get("Contents", ())):
             raise FileNotFoundError(f"{self.url}/{key} was replaced since it was listed")
@@ -336,7 +344,8 @@ class S3Storage(Storage):
 
     def _objects(self, key: str) -> Iterator[Sequence[Mapping[str, Any]]]:
         """Yield the object of that key, and those below it, as listed: some at a time."""
-        full, below = self._bucket.full(key), self._bucket.below(key)
+        full = self._bucket.full(key)
+        below = self._bucket.below(key)
         # Its name begins those below it too; in between are others, such as "step_1.tmp", which may be many.
         page: dict[str, Any] = {"IsTruncated": True}
         if key:

@@ -36,7 +36,8 @@ class Body:
     """Pieces of memory as one file. `read` returns views of the pieces."""
 
     def __init__(self, views: Sequence[memoryview], throttle: Throttle) -> None:
-        self._views, self._throttle = views, throttle
+        self._views = views
+        self._throttle = throttle
         self._nbytes = sum(map(len, views))
         self._position = 0
 
@@ -216,7 +217,8 @@ class S3Writer:
             number = offset // self._part_nbytes
             count = min(len(view), (number + 1) * self._part_nbytes - offset)
             self._put(number, offset, view[:count])
-            view, offset = view[count:], offset + count
+            view = view[count:]
+            offset += count
 
     def settle(self) -> None:
         self._wait()
@@ -276,7 +278,8 @@ class S3Writer:
             self._error = self._error or OSError(f"{self._url}: the upload was given up")
         self._wait()
         self._partial.clear()
-        upload_id, self._upload_id = self._upload_id, None
+        upload_id = self._upload_id
+        self._upload_id = None
         if upload_id is not None:
             try:
                 self._bucket.discard_upload(self._key, self._full, upload_id)

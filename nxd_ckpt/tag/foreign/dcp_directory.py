@@ -154,7 +154,8 @@ class DcpTrees:
 
     def numbered_groups(self) -> list[dict[str, Any]]:
         """Return the groups with the indices of their parameters instead of names."""
-        numbered, begin = [], 0
+        numbered = []
+        begin = 0
         for group in self.groups:
             end = begin + len(group[PARAMS])
             numbered.append({**group, PARAMS: list(range(begin, end))})
@@ -245,7 +246,8 @@ class DcpTensors:
 
         A tensor without elements needs no file.
         """
-        entries, forms = self._metadata.entries, self._metadata.forms
+        entries = self._metadata.entries
+        forms = self._metadata.forms
         empty = {name for name, form in forms.items() if not prod(form.shape)}
         lost = sorted(self._metadata.described - entries.keys() - empty)
         if lost or not self._metadata.described.issuperset(entries):
@@ -254,7 +256,8 @@ class DcpTensors:
             raise MalformedFile(f"{self._where} {what} {', '.join(names[:5])}: damaged, or of two saves")
 
     def _tensor(self, name: str, form: WholeForm) -> TensorStub | Assembly:
-        whole, chunks = Box.whole(form.shape), self._metadata.entries.get(name, ())
+        whole = Box.whole(form.shape)
+        chunks = self._metadata.entries.get(name, ())
         boxes = [self._box(name, form, chunk) for chunk in chunks]
         if not is_tiling(whole, boxes):
             raise MalformedFile(

@@ -106,7 +106,8 @@ def dump_metadata(chunks: Iterable[DcpChunk]) -> bytes:
     paths: dict[str, Any] = {}
     data: dict[_MetadataIndex, _StorageInfo] = {}
     for chunk in chunks:
-        name, place = chunk.name, _StorageInfo(chunk.file, chunk.start, chunk.nbytes)
+        name = chunk.name
+        place = _StorageInfo(chunk.file, chunk.start, chunk.nbytes)
         paths.setdefault(name, chunk.path)
         if chunk.dtype is None:
             entries.setdefault(name, _BytesStorageMetadata())

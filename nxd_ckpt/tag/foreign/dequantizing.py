@@ -52,7 +52,8 @@ def segments_of(
     begins = torch.maximum(row * width + column * grid.columns, starts.repeat_interleave(counts))
     ends = row * width + ((column + 1) * grid.columns).clamp(max=width)
     lengths = torch.minimum(ends, stops.repeat_interleave(counts)) - begins
-    matrix, row = row // height, row % height
+    matrix = row // height
+    row = row % height
     return (matrix * down + row // grid.rows) * across + column, lengths
 
 
@@ -120,7 +121,9 @@ class _PartsReader(Generic[_WeightT]):
     """Base class of readers of a weight's plain numbers: it keeps and closes the readers of the two parts."""
 
     def __init__(self, weight: _WeightT, numbers: Reader, scales: Reader) -> None:
-        self._weight, self._numbers, self._scales = weight, numbers, scales
+        self._weight = weight
+        self._numbers = numbers
+        self._scales = scales
 
     def close(self) -> None:
         self._numbers.close()
@@ -148,7 +151,8 @@ class _Fp8Reader(_PartsReader[Fp8Weight]):
             length = run.stop - run.start
             if group and count + length > _ELEMENTS:
                 self._read(group)
-                group, count = [], 0
+                group = []
+                count = 0
             group.append(run)
             count += length
         if group:
@@ -165,10 +169,13 @@ class _Fp8Reader(_PartsReader[Fp8Weight]):
                 yield _Run(start, stop, begin - start * size, memory[begin - offset : min(end, stop * size) - offset])
 
     def _read(self, runs: Sequence[_Run]) -> None:
-        weight, size = self._weight, itemsize(self._weight.dtype)
+        weight = self._weight
+        size = itemsize(self._weight.dtype)
         starts, stops = (torch.tensor([run[at] for run in runs]) for at in (0, 1))
         numbers = allocated((int((stops - starts).sum()),), weight.numbers.dtype)
-        memory, at, parts = byte_view(numbers), 0, []
+        memory = byte_view(numbers)
+        at = 0
+        parts = []
         for run in runs:
             length = run.stop - run.start
             parts.append((weight.numbers.offset + run.start, memory[at : at + length]))
@@ -202,7 +209,8 @@ class _Mxfp4Reader(_PartsReader[Mxfp4Weight]):
             end = offset + len(memory)
             for first in range(offset // size, -(-end // size), _GROUPS):
                 last = min(first + _GROUPS, -(-end // size))
-                begin, stop = max(offset, first * size), min(end, last * size)
+                begin = max(offset, first * size)
+                stop = min(end, last * size)
                 numbers = self._dequantized(first, last)
                 memory[begin - offset : stop - offset] = numbers[begin - first * size : stop - first * size]
 

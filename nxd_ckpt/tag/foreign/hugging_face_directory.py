@@ -149,7 +149,9 @@ class HuggingFaceDirectory:
 
     def _dequantized(self, name: str) -> TensorStub:
         weight = self._weight(name)
-        numbers, scales, key = weight.numbers.file, weight.scales.file, self.files.key
+        numbers = weight.numbers.file
+        scales = weight.scales.file
+        key = self.files.key
         file = f"{numbers}, {name}"
         self._storage.add(key(file), key(numbers), key(scales), weight)
         return weight.stub(file)

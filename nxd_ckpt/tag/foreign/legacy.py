@@ -100,7 +100,8 @@ class LegacyTag(PayloadFile):
 
     def _payload_of(self, at: Coordinates) -> Payload:
         name = self._pick(self._payloads, at, dp=at.dp_rank if self._per_dp_rank else 0)
-        first, payload = self._pick(self._payloads, Coordinates(), dp=0), self._read_payload(name)
+        first = self._pick(self._payloads, Coordinates(), dp=0)
+        payload = self._read_payload(name)
         refuse_other_counts({first: self._payload, name: payload}, self.where)
         return payload
 

@@ -92,7 +92,8 @@ class NemoFiles(PayloadFile):
     """
 
     def __init__(self, files: TagFiles, name: str, ranks: dict[ParsedName, str]) -> None:
-        self._name, self._ranks = name, ranks
+        self._name = name
+        self._ranks = ranks
         first = self._file(Coordinates())
         self.files = files
         super().__init__(files, first, self._read_payload(first))
@@ -170,7 +171,8 @@ class NemoFiles(PayloadFile):
         if len({len(chunks) for chunks in counts}) > 1:
             numbers = list(map(len, counts))
             raise MalformedFile(f"{self.where}: stages have {numbers} virtual stages; expected one number")
-        first, numbers_by_stage = 0, [[0] * len(chunks) for chunks in counts]
+        first = 0
+        numbers_by_stage = [[0] * len(chunks) for chunks in counts]
         for chunk in range(len(counts[0])):
             for stage, layers in enumerate(counts):
                 numbers_by_stage[stage][chunk] = first

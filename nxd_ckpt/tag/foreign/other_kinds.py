@@ -98,9 +98,11 @@ def holds_one_file(files: Set[str]) -> bool:
 def described_below(storage: Storage) -> str | None:
     """Describe the directories below that hold tags, or checkpoints of others; None if a few levels have none."""
     found: dict[_Kind, list[str]] = {}
-    waiting, seen = deque([""]), 0
+    waiting = deque([""])
+    seen = 0
     while waiting and seen < _DIRECTORIES:
-        key, seen = waiting.popleft(), seen + 1
+        key = waiting.popleft()
+        seen += 1
         entries = storage.list(key)
         files = {entry.name for entry in entries if not entry.is_dir}
         kind = _TAG if _TAG.is_present(files) else _kind_of(files)

@@ -98,7 +98,8 @@ class Fp8Weight:
     rounds: bool
 
     def __post_init__(self) -> None:
-        shape, scales = self.numbers.shape, self.scales
+        shape = self.numbers.shape
+        scales = self.scales
         about = f"{self.name} is {self.numbers.dtype} {shape}, with scales {scales.dtype} {scales.shape}"
         if self.numbers.dtype not in NUMBERS:
             raise MalformedFile(
@@ -127,7 +128,8 @@ class Fp8Weight:
         return [block.grid(self.numbers.shape) for block in self.blocks]
 
     def _has_scales_for(self, grid: BlockGrid) -> bool:
-        shape, expected = self.scales.shape, grid.scales_shape
+        shape = self.scales.shape
+        expected = grid.scales_shape
         return shape == expected or (set(expected) == {1} and shape in ((), (1,)))
 
     def stub(self, file: str) -> TensorStub:

@@ -103,8 +103,10 @@ def _file(item: str, rank: int, layout: Mapping[str, Any] | None) -> RankFile:
 
 
 def _of_dtensor(data: Mapping[str, Any], rank: int, stub: TensorStub, name: str) -> DTensorPart:
-    about, shape = data["mesh_spec"], check_sizes(data["global_shape"], name)
-    sizes, ranks = check_sizes(about["mesh_shape"], name), tuple(about["mesh_data"])
+    about = data["mesh_spec"]
+    shape = check_sizes(data["global_shape"], name)
+    sizes = check_sizes(about["mesh_shape"], name)
+    ranks = tuple(about["mesh_data"])
     if prod(sizes) != len(ranks) or len(ranks) > RANKS:
         raise MalformedFile(f"{name}: a mesh of {sizes} with {len(ranks)} ranks")
     mesh = Mesh(("",) * len(sizes), sizes, ranks)
@@ -256,7 +258,8 @@ class RankItems:
         name = ".".join(map(str, path))
         if name in self._paths:
             raise MalformedFile(f"{self.where}: two entries have the name {name}")
-        self._paths[name], self._entries[name] = path, entry
+        self._paths[name] = path
+        self._entries[name] = entry
 
     def _tree(self, item: str, file: RankFile) -> Any:
         if file.is_safetensors:

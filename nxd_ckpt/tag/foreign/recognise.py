@@ -105,7 +105,8 @@ def recognise(storage: Storage, folder: str) -> Recognised | None:
     if not storage.is_dir(folder):
         return None
     candidate = _Folder(storage, folder)
-    listing, writers = candidate.listing, candidate.writers()
+    listing = candidate.listing
+    writers = candidate.writers()
     if not writers and has_weights(listing):  # without config.json
         writers = [Program.HUGGING_FACE]
     if len(writers) != 1:

@@ -140,8 +140,11 @@ def parsing_metadata(where: str, what: str) -> Iterator[None]:
 def _metadata(root: Any, places: DcpFiles | TieredFiles, files: TagFiles) -> DcpMetadata:
     entries: dict[str, list[Chunk]] = {}
     for index, info in root.fields["storage_data"].items():
-        name, offset = _name(index.fields["fqn"]), index.fields.get("offset")
-        file, start, nbytes = places.file(info.fields), info.fields["offset"], info.fields["length"]
+        name = _name(index.fields["fqn"])
+        offset = index.fields.get("offset")
+        file = places.file(info.fields)
+        start = info.fields["offset"]
+        nbytes = info.fields["length"]
         if file is None or not files.has(file):
             place = info.fields.get("relative_path", file)
             raise MalformedFile(f"{shown(name)} should be in {shown(place)}, which does not exist")

@@ -133,7 +133,8 @@ def _sharded(metadata: Mapping[str, Any], name: str, prefix: str, suffix: str, w
     if _FLAT not in whole:
         return ShardedParameter(name, shape, (FlatParameter(plain_name(whole), shape, 0),))
     parameters, shapes, numels = metadata["flatten_info"][whole]
-    begin, members = 0, []
+    begin = 0
+    members = []
     for parameter, its_shape, numel in zip(parameters, shapes, numels, strict=True):
         size = check_sizes(its_shape, f"{where}: {parameter}")
         if prod(size) != numel:
@@ -160,7 +161,8 @@ class FsdpFiles(PayloadFile):
 
     def __init__(self, files: TagFiles, names: Sequence[str], payloads: Sequence[Payload]) -> None:
         super().__init__(files, names[0], payloads[0])
-        self._names, self._payloads = names, payloads
+        self._names = names
+        self._payloads = payloads
         refuse_other_counts(dict(zip(names, payloads, strict=True)), files.directory)
 
     @reading
@@ -187,7 +189,8 @@ class FsdpFiles(PayloadFile):
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the optimizer's state dict as for an unsharded model: an entry for each parameter."""
         states: dict[int, dict[str, Any]] = {}
-        groups, numbers = [], count()
+        groups = []
+        numbers = count()
         for options, names in zip(self._optimizers[0]["param_groups"], self._groups, strict=True):
             own: list[int] = []
             for index, name in zip(options["params"], names, strict=True):
@@ -269,7 +272,8 @@ class FsdpFiles(PayloadFile):
 
         Values that are no shards are the first rank's, equal on all.
         """
-        shape, entries = self._models[0][sharded.name].shape, {}
+        shape = self._models[0][sharded.name].shape
+        entries = {}
         for key, value in self._optimizers[0]["state"].get(index, {}).items():
             if isinstance(value, TensorStub) and value.shape == shape:
                 shards = [tree["state"][index][key] for tree in self._optimizers]
@@ -319,9 +323,12 @@ def _rows(shards: Sequence[TensorStub], member: FlatParameter) -> Iterator[Fragm
 
 def _runs(shards: Sequence[TensorStub], member: FlatParameter) -> Iterator[Fragment]:
     """Yield the fragments of shards that are runs of elements, in boxes that are runs of the parameter too."""
-    begin, end, at = member.begin, member.begin + prod(member.shape), 0
+    begin = member.begin
+    end = member.begin + prod(member.shape)
+    at = 0
     for stub in shards:
-        first, last = max(begin, at), min(end, at + stub.shape[0])
+        first = max(begin, at)
+        last = min(end, at + stub.shape[0])
         offset = stub.offset + (first - at) * itemsize(stub.dtype)
         for box in boxes_of_run(first - begin, last - begin, member.shape):
             stride = contiguous_stride(box.size)
@@ -427,7 +434,8 @@ def _by_rank(sharded: Mapping[str, Payload], where: str) -> list[str]:
                 f"{where}: {name} and {first} have different shard_metadata; files of two saves are mixed: move those "
                 "of one to a place of their own"
             )
-    world_size, ranks = about[first][_WORLD_SIZE], [metadata[_RANK] for metadata in about.values()]
+    world_size = about[first][_WORLD_SIZE]
+    ranks = [metadata[_RANK] for metadata in about.values()]
     check_count(world_size, RANKS, f"{where}: the ranks that shard_metadata says")
     twice = [name for name, metadata in about.items() if ranks.count(metadata[_RANK]) > 1]
     if twice:

@@ -156,7 +156,9 @@ def _exported(files: TagFiles, mark: str) -> dict[str, Any]:
 
 def _unsharded(files: TagFiles, mark: str) -> dict[str, Any]:
     """Read an optimizer of the form "files", which ``mark`` is a file of: tensors such as ``state.NAME.exp_avg``."""
-    document, single, folder = "optim.json", "optim.safetensors", "optim/"
+    document = "optim.json"
+    single = "optim.safetensors"
+    folder = "optim/"
     if mark == document:
         tensors = dict(files.safetensors(single)) if files.has(single) else {}
     else:

@@ -59,7 +59,8 @@ class Zero1Dcp:
     """
 
     def __init__(self, files: TagFiles, directory: str, sizes: Topology | None = None) -> None:
-        self._files, self._where = files, files.key(directory)
+        self._files = files
+        self._where = files.key(directory)
         metadata = read_metadata(files, DcpFiles(directory))
         # In the order of the state dict; where that is not recorded, one rank still wrote in that order.
         names = [name for name in {**metadata.paths, **metadata.entries} if name in metadata.entries]
@@ -101,7 +102,8 @@ class Zero1Dcp:
             # A plain object has no ranks in its name: it may be of a parameter of another pipeline stage.
             if entry.path[0] in _BY_NAME and entry.is_of(at) and entry.path[1] in shapes:
                 section, name, *state = entry.path
-                by_index, value = sections.setdefault(section, {}), self._load(entry, at.dp_rank)
+                by_index = sections.setdefault(section, {})
+                value = self._load(entry, at.dp_rank)
                 if state:
                     by_index.setdefault(index_of[name], {})[state[0]] = value
                 else:
@@ -182,7 +184,8 @@ class Zero1Dcp:
             chunk = entry.chunks[0]
             shared = self._files.tree(chunk.file, chunk.start, chunk.nbytes)
             return shared if chunk.offsets is not None else map_tensors(shared, self._files.read, TensorStub)
-        rows, has_rows = self._rows(entry), dp_rank < len(entry.chunks)
+        rows = self._rows(entry)
+        has_rows = dp_rank < len(entry.chunks)
         stub = self._stub(entry, entry.chunks[dp_rank if has_rows else 0])
         if has_rows and stub.shape[0] == rows:
             return stub
