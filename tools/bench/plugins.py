@@ -121,7 +121,8 @@ class Watch:
     def __init__(self) -> None:
         self.seconds, self.trainers = 0.0, 0.0
         self._direct = [
-            *(f"nxd_ckpt.integrations.{name}.save_checkpoint" for name in ("lightning", "accelerate", "transformers")),
+            "nxd_ckpt.integrations.lightning.save_checkpoint",
+            "nxd_ckpt.integrations.trainer_tags.Checkpointer.save",
             f"{__name__}.Model.save_pretrained",
         ]
         self._trainers = [
