@@ -41,6 +41,13 @@ def rows(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["measure"], row["contestant"]): row for row in json.loads(file.read_text())["rows"]}
 
 
+@pytest.mark.soak
+def test_what_plugins_cost_is_measured(tmp_path: Path) -> None:
+    program = BENCH.replace('"tools.bench"', '"tools.bench.plugins"')
+    done = run_program(program, "--mib", "16", "--rounds", "1", "--directory", tmp_path)
+    assert (0, 4) == (done.returncode, done.stdout.count(" x direct;")), done.stderr
+
+
 def test_every_measure_of_a_scenario_has_a_round(tmp_path: Path) -> None:
     """Every measure of nxd_ckpt has one round, the files are written, and nothing is left in the directory."""
     work, out = tmp_path / "work", tmp_path / "out"
