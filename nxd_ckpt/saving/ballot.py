@@ -323,12 +323,14 @@ class Ballot:
         for vote in votes:
             new = sorted({*vote.per_rank} - known)
             if new:
+                claims = [Claim.of(key) for key in keys if key in vote.claims]
+                others = [one.writes for one in claims if votes[one.writes].claims.get(one.key) != vote.claims[one.key]]
                 logger.warning(
                     "%s: ranks %d and %d count as replicas, and differ in %s. From now on each rank's own are saved, "
                     "and come back to the same rank on the same sizes; on others a load refuses them. If they should "
                     "be equal, synchronise them",
                     self._session.storage.url,
-                    Claim.of(keys[0]).writes,
+                    (others or [vote.rank])[0],
                     vote.rank,
                     first_of(new),
                 )

@@ -82,6 +82,23 @@ def test_what_differs_is_named_once(gloo_ranks: RankPool, tmp_path: Path, what: 
         assert [[checked.replace("check: ", "check: on rank 0: ")]] * 3 == others
 
 
+def warnings_of_shares(rank: int, directory: Path) -> list[str]:
+    """What is logged on this rank by a save whose tensors are written by several ranks; all of rank 2's differ."""
+    model = Net()
+    if rank == 2:
+        for parameter in model.parameters():
+            parameter.data.add_(1)
+    with logged() as messages, Checkpointer(directory) as checkpointer:
+        checkpointer.save("step_0", model, use_xser=True)
+    return [message for message in messages if "count as replicas" in message]
+
+
+def test_two_ranks_are_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Rank 0 writes some of the tensors, and has other values than rank 2 of those that this one writes."""
+    (message,), *_ = gloo_ranks.run(warnings_of_shares, tmp_path)
+    assert "ranks 2 and 0 count as replicas, and differ in model/" in message
+
+
 def test_a_rank_without_others_cannot_check(tmp_path: Path) -> None:
     """A single process has nothing to compare; one of several without a process group is told what is needed."""
     model = Net()
