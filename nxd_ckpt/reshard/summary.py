@@ -245,7 +245,8 @@ def equal_values(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
-        x, y = (each.flatten().contiguous() for each in (a, b))
+        # A copy: a tensor of one element is contiguous with any stride, and a conjugate view has no bytes of its own.
+        x, y = (each.flatten().clone(memory_format=torch.contiguous_format) for each in (a, b))
         tally = Tally()
         if not same_bytes(x, y):
             tally.add(x, y)

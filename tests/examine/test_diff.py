@@ -17,6 +17,7 @@ from nxd_ckpt import (
     convert,
     diff_checkpoints,
     list_checkpoints,
+    load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
@@ -210,6 +211,31 @@ def test_values_in_any_container_are_compared(tmp_path: Path) -> None:
     assert ["user_content/plain/weights", "user_content/endless/0"] == [
         value.name for value in diff_checkpoints(a, b).values
     ]
+
+
+class Views:
+    """A scheduler of sorts, whose state dict shows views of what it holds."""
+
+    def __init__(self, value: float) -> None:
+        self.rows, self.numbers = torch.full((1, 2), value), torch.full((1,), complex(value, value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": 1, "column": self.rows[:, 0], "conjugate": self.numbers.conj()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows[:, 0] = state["column"]
+        self.numbers.copy_(state["conjugate"].conj())
+
+
+def test_views_are_compared_by_their_values(tmp_path: Path) -> None:
+    """By a load that is to be proved, too: a column of one row, and numbers that are conjugated as they are read."""
+    model = torch.nn.Linear(2, 2)
+    for number in (1, 2):
+        save_checkpoint(tmp_path, number, model, scheduler=Views(number))
+    load_checkpoint(tmp_path, 1, model, scheduler=Views(0), prove=True)
+    a, b = (open_checkpoint(tmp_path, number) for number in (1, 2))
+    assert not diff_checkpoints(a, a)
+    assert ["scheduler/column", "scheduler/conjugate"] == [value.name for value in diff_checkpoints(a, b).values]
 
 
 def test_the_tags_of_a_directory_are_listed(tmp_path: Path) -> None:
