@@ -136,6 +136,8 @@ _LARGE = 2**1024
 
 def _plain(value: Any) -> Any:
     """Return the value in a form whose text tells all of it, and nothing else."""
+    if type(value) in _TEXTS and value == value and (type(value) is not int or abs(value) < _LARGE):
+        return value
     import numpy as np  # not at the top: commands that compare digests of files alone start without it
 
     if isinstance(value, dict):
@@ -150,8 +152,6 @@ def _plain(value: Any) -> Any:
         return str(value.dtype), value.shape, value.flags.fnc, crc32(np.ascontiguousarray(value).tobytes())
     if isinstance(value, (bytes, bytearray)):
         return type(value).__name__, crc32(value)
-    if type(value) in _TEXTS and value == value and (type(value) is not int or abs(value) < _LARGE):
-        return value
     try:
         return pickle.dumps(value)
     except Exception:
