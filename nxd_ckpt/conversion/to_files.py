@@ -183,9 +183,12 @@ def _distinct(names: Iterable[str]) -> Iterator[str]:
 
 _EXTENSIONS = ("pt", "safetensors")
 _FILES = [f"{part}.json" for part in (MODEL, OPTIM)] + [f"{part}/{INDEX}" for part in (MODEL, OPTIM)]
-for _part in (MODEL, OPTIM):
-    for _extension in _EXTENSIONS:
-        _FILES += [f"{_part}{file}.{_extension}" for file in ("", "/chunk-*", f"/{_part}-*")]
+_FILES += [
+    f"{part}{file}.{extension}"
+    for part in (MODEL, OPTIM)
+    for extension in _EXTENSIONS
+    for file in ("", "/chunk-*", f"/{part}-*")
+]
 _PARTS = Parts(model=True, optimizer="plain")
 _UNSHARDED = OutputKind("unsharded checkpoint", tuple(_FILES))
 

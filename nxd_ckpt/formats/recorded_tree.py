@@ -78,9 +78,7 @@ class _Recorder:
         self._spend(_ELEMENT_NBYTES)
         if kind is str:
             self._spend(len(node))
-            if not node.isascii() and _SURROGATE.search(node):  # two of them become one character in JSON
-                raise _NotRecorded
-            return node
+            return _text(node)
         if kind in _ITSELF:
             if kind is int and node.bit_length() > _INTEGER_BITS:
                 raise _NotRecorded
@@ -111,9 +109,16 @@ class _Recorder:
         if kind is list:
             return ["list", *(self.element(child, depth + 1) for child in node)]
         if kind is dict and all(type(key) is str for key in node):
-            return {self.element(key, depth + 1): self.element(value, depth + 1) for key, value in node.items()}
+            return {_text(key): self.element(value, depth + 1) for key, value in node.items()}
         pairs = ([self.element(key, depth + 1), self.element(value, depth + 1)] for key, value in node.items())
         return [kind.__name__, *(element for pair in pairs for element in pair)]
+
+
+def _text(text: str) -> str:
+    """Return the text. Raises _NotRecorded for one that JSON changes: of two surrogates it makes one character."""
+    if not text.isascii() and _SURROGATE.search(text):
+        raise _NotRecorded
+    return text
 
 
 def tree_of(element: Any, make: Make) -> Any:
