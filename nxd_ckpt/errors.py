@@ -45,10 +45,10 @@ other rank (`to_wire`, `from_wire`).
 from __future__ import annotations
 
 import errno
+import pickle
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from functools import wraps
-from pickle import UnpicklingError
 from typing import Any, cast
 
 from nxd_ckpt.surroundings import FunctionT, neutral, untraced
@@ -113,7 +113,7 @@ class DigestMismatch(CorruptCheckpoint):
     """The bytes of a file or tensor are not those that were written."""
 
 
-class UnsafePickle(CheckpointError, UnpicklingError):
+class UnsafePickle(CheckpointError, pickle.UnpicklingError):
     """A pickle asks for something that is not plain data."""
 
 
