@@ -355,7 +355,8 @@ class StorageWriter(TorchStorageWriter):
         names = sorted(name for name, kind in types.items() if kind == WriteItemType.BYTE_IO.name)
         values = on_all(agreement, lambda: dict(_own_values(names, plan, planner)))
         read = on_all(agreement, lambda: {name: read_value(data, name, self._trust) for name, data in values.items()})
-        tensors = sorted(name for name, kind in types.items() if kind == WriteItemType.TENSOR.name)
+        is_shared = agreement.world_size > 1
+        tensors = sorted(name for name, kind in types.items() if is_shared and kind == WriteItemType.TENSOR.name)
         own = {name: digest_of_value(value) for name, value in read.items()}
         own |= on_all(agreement, lambda: dict(_tensor_digests(tensors, planner)))
         digests = agreement.gather(own)
