@@ -552,7 +552,10 @@ def like_tuple(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if all(map(is_, original, items)):
         return original
     # Those in C, such as what torch.linalg.qr returns, are only made by their own call.
-    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
+    like = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
+    if hasattr(original, "__dict__"):
+        vars(like).update(vars(original))
+    return like
 
 
 def is_tensor(leaf: Any) -> bool:

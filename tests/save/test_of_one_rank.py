@@ -265,7 +265,16 @@ class Pair(NamedTuple):
 
 
 class Tuple(tuple[Any, ...]):
-    """A tuple of another type."""
+    """A tuple of another type, which may have a note."""
+
+    note: str = ""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} {self.note}"
+
+    def noted(self) -> "Tuple":
+        self.note = "first"
+        return self
 
 
 class Dict(dict[str, Any]):
@@ -277,6 +286,7 @@ TYPES: dict[str, Any] = {
     "a value in one": lambda n: Pair(n, 7),
     "a value beside a tensor": lambda n: Tuple((_full(3), n)),
     "a tuple": lambda n: Tuple((_full(n), 7)),
+    "a tuple with an attribute": lambda n: Tuple((_full(n), 7)).noted(),
     "a tuple of torch's": lambda n: torch.stack([_full(n), _full(n + 1)]).max(0),
     "a dict": lambda n: Dict(own=_full(n)),
 }
