@@ -38,7 +38,7 @@ REPLICAS_ALIKE = (
     "(rank0_only=True) is not there on the others: gather it on all, or save it there as user_content=; what one rank "
     "alone has is saved by state= or rank_content="
 )
-"""What to do where replicas hold other tensors."""
+"""Advice for replicas that hold other tensors than each other."""
 
 
 class Claim(NamedTuple):

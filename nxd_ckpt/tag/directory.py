@@ -12,6 +12,7 @@ survey of the store lists a hundred tags in one.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -206,7 +207,9 @@ def list_tags(storage: Storage) -> list[TagInfo]:
     would count as one more. A damaged tag never hides the others.
     """
     tags = list(_tags(surveyed(storage)))
-    links = {info.tag for info in tags if info.tag and storage.is_link(info.tag)}
+    alike = Counter(info.marked for info in tags)
+    # Only what has another's time may be a link to it: of nearly all tags nothing more is asked.
+    links = {info.tag for info in tags if alike[info.marked] > 1 and info.tag and storage.is_link(info.tag)}
     times = {info.marked for info in tags if info.tag not in links}
     return [info for info in tags if info.tag not in links or info.marked not in times]
 
