@@ -1,6 +1,5 @@
 """What one rank alone has, under keys that look like others, in other strides, as its content, is not lost unsaid."""
 
-import logging
 import pickle
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,7 +18,9 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.loading.rank_state import RankState
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
+from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal, refusals
 from tests.support.stateful import Extra, Object
 
 
@@ -112,11 +113,7 @@ def test_what_differs_comes_back_in_containers_of_every_kind(gloo_ranks: RankPoo
 
 def one_name(rank: int, directory: Path) -> str:
     with Checkpointer(directory) as checkpointer:
-        try:
-            checkpointer.save(0, Extra({"a": {"b": _full(rank)}, "a/b": _full(0)}))
-        except CheckpointError as error:
-            return str(error)
-    return ""
+        return refusal(lambda: checkpointer.save(0, Extra({"a": {"b": _full(rank)}, "a/b": _full(0)})))
 
 
 def test_tensors_of_one_name_are_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
@@ -166,18 +163,10 @@ def test_rank_content_of_one_rank_alone_comes_back(gloo_ranks: RankPool, tmp_pat
 
 def user_content(rank: int, directory: Path, contents: list[Any]) -> list[str]:
     """What two saves say."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nxd_ckpt").addHandler(handler)
-    try:
-        with Checkpointer(directory) as checkpointer:
-            for step in (1, 2):
-                checkpointer.save(step, torch.nn.Linear(2, 2).requires_grad_(False), user_content=contents[rank])
-    except CheckpointError as error:
-        return [str(error)]
-    finally:
-        logging.getLogger("nxd_ckpt").removeHandler(handler)
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with logged() as messages, Checkpointer(directory) as checkpointer:
+        for step in (1, 2):
+            messages.append(refusal(lambda: checkpointer.save(step, model, user_content=contents[rank])))  # noqa: B023
     return [each for each in messages if "user_content" in each]
 
 
@@ -221,12 +210,8 @@ def other_form(rank: int, directory: Path, part: str, is_dtype: bool) -> str:
     own = _full(1)
     if rank == 2:
         own = own.double() if is_dtype else torch.ones(3)
-    try:
-        with Checkpointer(directory) as checkpointer:
-            checkpointer.save(1, *FORMS[part](own))
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
+    with Checkpointer(directory) as checkpointer:
+        return refusal(lambda: checkpointer.save(1, *FORMS[part](own)))
 
 
 @pytest.mark.parametrize("is_dtype", [False, True])
@@ -243,12 +228,8 @@ def test_a_tensor_of_another_form_is_named(gloo_ranks: RankPool, tmp_path: Path,
 def other_parameters(rank: int, directory: Path) -> str:
     """What a save says where the optimizer of rank 2 lacks a parameter, and has no state yet."""
     model = torch.nn.Linear(2, 2)
-    try:
-        with Checkpointer(directory) as checkpointer:
-            checkpointer.save(1, model, torch.optim.SGD(list(model.parameters())[rank == 2 :]))
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
+    with Checkpointer(directory) as checkpointer:
+        return refusal(lambda: checkpointer.save(1, model, torch.optim.SGD(list(model.parameters())[rank == 2 :])))
 
 
 def test_a_parameter_of_one_optimizer_is_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
@@ -374,17 +355,17 @@ def nested(rank: int, directory: Path) -> list[str]:
         deep = [deep]
     itself: list[Any] = []
     itself.append(itself)
-    model, said = torch.nn.Linear(1, 1), []
+    model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["own"] = itself
     with Checkpointer(directory) as checkpointer:
-        calls: list[dict[str, Any]] = [{"rank_content": deep}, {"state": {"one": Object(deep)}}]
-        for objects in (*calls, {"model": model, "optimizer": optimizer}):
-            try:
-                checkpointer.save(1, **objects)
-            except CheckpointError as error:
-                said.append(str(error))
-    return said
+        return refusals(
+            [
+                lambda: checkpointer.save(1, rank_content=deep),
+                lambda: checkpointer.save(1, state={"one": Object(deep)}),
+                lambda: checkpointer.save(1, model, optimizer),
+            ]
+        )
 
 
 def test_what_is_nested_too_deeply_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
@@ -403,24 +384,18 @@ def untold(rank: int, directory: Path) -> list[str]:
         if failures and operation.name == "write" and "digests" in operation.key:
             raise failures.pop()
 
-    said = []
+    one = Object({"own": rank})
     with Checkpointer(directory, storage=HookedStorage(LocalStorage(directory), hook)) as checkpointer:
-        for step in (1, 2):
-            one = Object({"own": rank})
-            try:
-                checkpointer.save(step, state={"one": one})
-                checkpointer.load(step, state={"one": one})
-                said.append(f"loaded {one.state['own'] == rank}")
-            except CheckpointError as error:
-                said.append(str(error))
-    return said
+        said = [refusal(lambda: checkpointer.save(step, state={"one": one})) for step in (1, 2)]  # noqa: B023
+        checkpointer.load(2, state={"one": one})
+    return [*said, f"loaded {one.state['own'] == rank}"]
 
 
 def test_a_rank_that_fails_to_tell_its_digests_fails_the_save_at_once(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """The others waited for them for the whole timeout."""
-    for first, second in gloo_ranks.start(untold, tmp_path).result(timeout=300):
+    for first, *later in gloo_ranks.start(untold, tmp_path).result(timeout=300):
         assert "OSError: of the test" in first
-        assert "loaded True" == second
+        assert ["", "loaded True"] == later
 
 
 STEPS: list[Any] = [
