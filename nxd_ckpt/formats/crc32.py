@@ -11,11 +11,14 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from io import BytesIO
+from operator import eq
 from typing import Any, TypeAlias
 
 from nxd_ckpt.core.manifest import CRC_BLOCK
+from nxd_ckpt.formats.tensors import is_flat
 
 _combine: Callable[[int, int, int], int]
 try:
@@ -140,6 +143,9 @@ def _plain(value: Any) -> Any:
         return value
     import numpy as np  # not at the top: commands that compare digests of files alone start without it
 
+    if is_flat(value) and all(map(eq, value, value)):  # without what is not a number
+        with suppress(ValueError):  # an integer is too long
+            return type(value).__name__, repr(value)
     if isinstance(value, dict):
         return type(value).__name__, [(_plain(key), _plain(child)) for key, child in value.items()]
     if isinstance(value, (list, tuple)):

@@ -15,7 +15,7 @@ from nxd_ckpt.errors import CheckpointError, UnsafePickle
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.memory import TENSORS
 from nxd_ckpt.formats.pickling import PROTOCOL
-from nxd_ckpt.formats.tensors import TensorReference
+from nxd_ckpt.formats.tensors import TensorReference, is_flat
 from nxd_ckpt.formats.unpickle import global_named
 
 
@@ -39,13 +39,31 @@ def _refusal(node: Any) -> str | None:
     file = io.BytesIO()
     try:
         check_walk(node)
-        _WithoutTensors(file, PROTOCOL).dump(node)
+        _WithoutTensors(file, PROTOCOL).dump(_abridged(node, {}))
         _Reread(file.getvalue()).load()
     except CheckpointError as error:
         return str(error)
     except Exception as error:  # of its own __reduce__, for example
         return f"it cannot be pickled: {error}"
     return None
+
+
+def _abridged(node: Any, copies: dict[int, Any]) -> Any:
+    """Return ``node`` with empty lists for those in it of numbers and texts alone, of which a load refuses none.
+
+    Other tuples become lists. Keys, and what is in other containers, stay.
+    """
+    kind = type(node)
+    if kind not in (dict, list, tuple):
+        return node
+    if id(node) not in copies:
+        new: Any = {} if kind is dict else []
+        copies[id(node)] = new  # before its children, since it may contain itself
+        if kind is dict:
+            new.update((key, _abridged(value, copies)) for key, value in node.items())
+        elif not is_flat(node):
+            new.extend(_abridged(item, copies) for item in node)
+    return copies[id(node)]
 
 
 class _WithoutTensors(pickle.Pickler):

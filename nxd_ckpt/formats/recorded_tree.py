@@ -11,7 +11,7 @@ import base64
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from struct import pack
 from typing import Any, NamedTuple
 
@@ -19,9 +19,10 @@ from nxd_ckpt.core.limits import TREE_DEPTH, check_sizes, shown
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats.safe_globals import Keys
 from nxd_ckpt.formats.strides import Stride, noted
-from nxd_ckpt.formats.tensors import TensorReference, dtype_name, tensor_types, torch_class
+from nxd_ckpt.formats.tensors import TensorReference, dtype_name, is_flat, tensor_types, torch_class
 
 _ITSELF = frozenset({int, bool, type(None)})
+_NUMBERS = frozenset({int, bool, float})
 
 _NBYTES, _ELEMENT_NBYTES = 16 * 2**20, 16
 """Bytes of a recorded tree, roughly, and of an element. A larger one, of content that is no state, only the file has.
@@ -92,7 +93,7 @@ class _Recorder:
                 raise _NotRecorded
             return node if math.isfinite(node) else ["float", repr(node)]
         if kind is tuple:
-            return ["tuple", *(self.element(child, depth + 1) for child in node)]
+            return ["tuple", *self._elements(node, depth)]
         if kind is torch_class("Size"):
             return ["Size", *node]
         if kind is torch_class("dtype"):
@@ -107,11 +108,25 @@ class _Recorder:
             raise _NotRecorded
         self._containers.add(id(node))
         if kind is list:
-            return ["list", *(self.element(child, depth + 1) for child in node)]
+            return ["list", *self._elements(node, depth)]
         if kind is dict and all(type(key) is str for key in node):
             return {_text(key): self.element(value, depth + 1) for key, value in node.items()}
         pairs = ([self.element(key, depth + 1), self.element(value, depth + 1)] for key, value in node.items())
         return [kind.__name__, *(element for pair in pairs for element in pair)]
+
+    def _elements(self, nodes: Sequence[Any], depth: int) -> Iterable[Any]:
+        if not _are_numbers(nodes):
+            return (self.element(node, depth + 1) for node in nodes)
+        self._spend(_ELEMENT_NBYTES * len(nodes))
+        return nodes
+
+
+def _are_numbers(nodes: Sequence[Any]) -> bool:
+    """Return whether these are numbers alone that JSON keeps as they are; there may be millions."""
+    try:
+        return _NUMBERS.issuperset(map(type, nodes)) and all(map(math.isfinite, nodes))
+    except OverflowError:  # a long integer
+        return False
 
 
 def _text(text: str) -> str:
@@ -148,7 +163,7 @@ def _tree(element: Any, make: Make, depth: int) -> Any:
     if name in ("Size", "dtype", "bytes", "float"):
         return _plain(name, parts)
     _check_depth(depth)
-    children = [_tree(part, make, depth + 1) for part in parts]
+    children = parts if is_flat(parts) else [_tree(part, make, depth + 1) for part in parts]
     if name == "list":
         return children
     if name == "tuple":

@@ -456,7 +456,7 @@ def iter_tensors(tree: Any, leaves: type | tuple[type, ...] = ()) -> Iterator[tu
     leaves = leaves or tensor_types()
 
     def walk(node: Any, path: Path, above: tuple[int, ...]) -> Iterator[tuple[Path, Any]]:
-        for key, child in children_of(node):
+        for key, child in () if is_flat(node) else children_of(node):
             if isinstance(child, leaves):
                 yield (*path, key), child
             # A pickle may contain itself, and there may be millions of empty containers.
@@ -513,7 +513,9 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
         if not isinstance(node, CONTAINERS):
             return node
         if id(node) not in copies:
-            if isinstance(node, tuple):
+            if is_flat(node):
+                copies[id(node)] = copy.copy(node)
+            elif isinstance(node, tuple):
                 copies[id(node)] = like_tuple(node, [walk(child) for child in node])
             else:
                 new = copies[id(node)] = copy.copy(node)  # before its children, since it may contain itself
@@ -526,6 +528,14 @@ def map_tensors(tree: Any, fn: Callable[[Any], Any], leaves: type | tuple[type, 
 
 CONTAINERS = (dict, list, tuple, deque, Namespace, SimpleNamespace)
 """Types of the inner nodes of trees."""
+
+
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+
+
+def is_flat(node: Any) -> bool:
+    """Return whether a list or tuple has numbers and texts alone: such a one may be long, and needs no walk."""
+    return type(node) in (list, tuple) and _SCALARS.issuperset(map(type, node))
 
 
 def children_of(node: Any) -> Iterable[tuple[Any, Any]]:

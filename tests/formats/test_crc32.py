@@ -1,5 +1,6 @@
 """CRC-32 by parts."""
 
+import copy
 import zlib
 
 import pytest
@@ -7,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxd_ckpt.formats import crc32 as module
-from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine, combine_blocks, crc32, zeros
+from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine, combine_blocks, crc32, digest_of_value, zeros
+
+LISTS: list[object] = [
+    [1, 2], "[1, 2]", (1, 2), [1, 2.0], [True, 2], ["1", 2], "1", 1, [], (), [-0.0], [0.0], [2**20000], [2**20000 + 1]
+]  # fmt: skip
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
@@ -37,3 +42,10 @@ def test_blocks_combine_to_the_whole(length: int) -> None:
 def test_lengths_beyond_32_bits_combine() -> None:
     """Five GiB of zeros in one step are as good as in two."""
     assert zeros(5 * 2**30) == combine(zeros(2**30), zeros(4 * 2**30), 4 * 2**30)
+
+
+def test_plain_data_of_other_text_or_types_has_another_digest() -> None:
+    """A long list is digested by its text at once, and is not taken for that text, or for a list that equals it."""
+    digests = list(map(digest_of_value, LISTS))
+    assert len(LISTS) == len(set(digests))
+    assert digests == list(map(digest_of_value, copy.deepcopy(LISTS)))
