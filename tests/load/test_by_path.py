@@ -316,7 +316,7 @@ def test_what_lies_beside_the_optimizer_loads_too(tmp_path: Path, source: str) -
 
 
 def test_of_several_optimizers_none_is_guessed(tmp_path: Path) -> None:
-    """accelerate's files do not say whose parameters are whose; the model alone loads."""
+    """accelerate's files do not say whose parameters are whose; the model alone loads, and nothing is damaged."""
     job = trained()
     path = accelerates(tmp_path / "there", job)
     (path / "optimizer_1.bin").write_bytes((path / "optimizer.bin").read_bytes())
@@ -325,6 +325,7 @@ def test_of_several_optimizers_none_is_guessed(tmp_path: Path) -> None:
         load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     load_checkpoint(path, model=model)
     assert [] == differs(model, None, job)
+    assert () == verify_checkpoint(path).problems
 
 
 @pytest.mark.parametrize("safe", [False, True])
