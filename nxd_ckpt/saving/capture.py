@@ -248,7 +248,7 @@ def _as_dcp(kind: str) -> str:
 def _captured(optimizer: OptimizerAdapter, model: ModelAdapter | None, topology: Topology) -> State:
     """Return its state; once it is described, rank 0 warns of an optimizer that has no parameter of the model."""
     state = optimizer.capture()
-    if model is None or topology.rank:
+    if model is None or topology.rank or optimizer.kind == "zero1":  # which steps on shards, never the model's
         return state
     groups = getattr(optimizer.stepping, "param_groups", ())
     parameters = {id(parameter): parameter for parameter, _ in flat_parameters(groups)}

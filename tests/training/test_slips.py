@@ -10,6 +10,7 @@ import torch
 from nxd_ckpt import Checkpointer, load_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, KeyMismatch, OptimizerMismatch, UnsupportedState
+from tests.live.doubles import ShardedOptimizer
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 CLASSES: dict[str, dict[str, Any]] = {
@@ -164,6 +165,7 @@ def test_an_optimizer_of_another_model_is_told(
         checkpointer.save(3, model, torch.optim.SGD(model.parameters()))
         checkpointer.save(4, model.state_dict(), torch.optim.SGD(model.parameters()))
         checkpointer.save(5, None, torch.optim.SGD(model.parameters()))
+        checkpointer.save(6, model, ShardedOptimizer(list(model.parameters()), lr=0.1))
     assert "none of its" not in caplog.text
 
 
