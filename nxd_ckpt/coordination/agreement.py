@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from nxd_ckpt import effects, errors
 from nxd_ckpt.coordination.peers import Peers
 from nxd_ckpt.coordination.waiting import pause_after
+from nxd_ckpt.core.limits import shown
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree, ReplicaLost, TagReplaced
 
 logger = logging.getLogger("nxd_ckpt")
@@ -120,7 +121,7 @@ class Words:
 
     def leave(self, key: str, word: Any) -> None:
         """Leave a word under ``key``."""
-        self._ask(self.store.set, key, json.dumps(word))
+        self._ask(self.store.set, key, json.dumps(word, default=shown))  # an error here would leave the others waiting
 
     def take(self, key: str, rank: int) -> Any:
         """Return and delete the word that ``rank`` leaves under ``key`` for this rank alone. Raises PeerTimeout."""

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any, NamedTuple, cast
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.tags import Tag, narrowed, step_of
+from nxd_ckpt.core.tags import Tag, narrowed, step_of, validate_tag
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -246,8 +247,10 @@ def _require_same(agreement: Agreement, identity: str) -> None:
 
 
 def _common_tag(requests: Sequence[Sequence[Any]]) -> Tag | None:
-    """Return the tag that every rank asked for, with the same filters. Raises RanksDisagree."""
+    """Return the tag that every rank asked for, with the same filters. Raises RanksDisagree, InvalidTag."""
     first, filters, _ = requests[0]
+    if not isinstance(first, (str, int, NoneType)):
+        validate_tag(first)  # which raises
     for rank, (tag, its_filters, _) in enumerate(requests):
         if tag != first:
             raise RanksDisagree(f"rank 0 loads tag {first!r}, rank {rank} {tag!r}; all ranks must load the same")

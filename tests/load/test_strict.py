@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement
-from nxd_ckpt.errors import CheckpointError, KeyMismatch, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.errors import CheckpointError, InvalidTag, KeyMismatch, OptimizerMismatch, ShapeMismatch
 from nxd_ckpt.loading.load import load
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest
 from nxd_ckpt.storage.local import LocalStorage
@@ -107,6 +107,18 @@ def test_state_that_no_optimizer_takes(stages: Path, sizes: str, caplog: pytest.
         assert {"None"} == outcomes(stages, topology, numbers, frozen="2.weight", strict=False)
     [warning] = caplog.messages
     assert "the optimizer state of 2.weight is left out" in warning
+
+
+def test_a_tag_of_another_type_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """No rank waits for one that could not tell the others what it loads."""
+    model = torch.nn.Linear(2, 2)
+    save_checkpoint(tmp_path, "t", model)
+
+    def loaded(agreement: Agreement) -> Any:
+        request = LoadRequest(Topology(dp=2, rank=agreement.rank), agreement, model, None)
+        return load([LocalStorage(tmp_path)], b"t", request)  # type: ignore[arg-type]
+
+    assert [InvalidTag, InvalidTag] == [type(outcome) for outcome in on_ranks(2, loaded, timeout=20)]
 
 
 def _mesh_model(numbers: Sequence[int], *, sharded: bool) -> torch.nn.Module:
