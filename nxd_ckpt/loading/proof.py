@@ -93,7 +93,8 @@ class Provenance:
             if entry is None or entry.pieces is None:
                 return None
             own = sum(box.numel for box in _rightly_placed(fragment, entry.pieces, pieces))
-            if own != fragment.source.numel:
+            read = (piece.local.intersect(fragment.source) for piece in entry.pieces)  # all but padding
+            if own != sum(box.numel for box in read if box is not None):
                 return f"elements of {entry.name} in {entry.file} are in the wrong place of it"
             covered += own
         whole = sum(piece.local.numel for piece in pieces)
@@ -394,6 +395,25 @@ class Proof(Comparison):
                 continue
             elif self.compare_shard(slot, by_user) and saved and self._has_exact(slot):
                 self.find("weights", name, "it is cut from the rounded parameter; the tag has it exact", by_user)
+        context = self._context
+        if saved and self._trees.model is None and context.opened.parts.model and context.same_sizes("model"):
+            self._compare_cut(optimizer.shards(saved), loaded)
+
+    def _compare_cut(self, shards: Mapping[Any, Slot], loaded: Mapping[Any, Any]) -> None:
+        """Compare the parameters that shards were cut from with the tag's, in a load that leaves them as they are."""
+        names = self._context.live_names or self._context.saved_names() or ()
+        slots = zip(names, shards.items(), strict=False)
+        kept = self._trees.keeps
+        cut = {
+            name: slot
+            for name, (index, slot) in slots
+            if index not in loaded and not kept(slot.global_name(MASTER_WEIGHTS))
+        }
+        specs = {name: slot.spec for name, slot in cut.items() if slot.spec is not None}
+        for name, leaf in self._context.state.model.tree(specs, specs).items():
+            if isinstance(leaf, TensorStub):
+                what = f"model/{name}, of which ZeRO-1's shard was cut (load the model first, or with the optimizer)"
+                self.compare("weights", what, leaf, cut[name].parameter, False)
 
     def _has_exact(self, slot: Slot) -> bool:
         """Return whether the load has the values of a shard, as master weights or as weights that were rounded."""

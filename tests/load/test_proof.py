@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Topology, load_checkpoint, save_checkpoint
+from nxd_ckpt import Topology, close_checkpointers, finalize_checkpoint, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import ResumeDiffers
 from nxd_ckpt.loading import overwriting
 from tests.examine.runs import Run
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import live, local_state, write_model
+from tests.live.doubles import ShardedOptimizer
+from tests.tag.equality import difference
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +96,40 @@ def test_a_hugging_face_directory_is_proved(tmp_path: Path, caplog: pytest.LogCa
     assert f"model/{name}" in caplog.text
     with pytest.raises(ResumeDiffers, match="the live tensor is not the one that was saved"):
         load_checkpoint(tmp_path, model=model, prove=True)
+
+
+def _sharded(rank: int, seed: int, masters: bool = True) -> tuple[torch.nn.Module, ShardedOptimizer]:
+    """A model of an odd number of rows, with half of its ZeRO-1 state, after a step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(6, 7)
+    groups = [[0, 1]] if masters else [[0]]
+    optimizer = ShardedOptimizer(list(model.parameters()), rank, groups, lr=0.1, save_master_weights=masters)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_padded_shards_that_were_saved_as_dicts_are_in_place(tmp_path: Path) -> None:
+    """Their names are not in the dicts; the zeros at the end of the last shard belong nowhere."""
+    saved = [_sharded(rank, 0) for rank in range(2)]
+    for rank, (model, optimizer) in enumerate(saved):
+        at: Any = {"topology": Topology(dp=2, rank=rank), "run_id": "both", "async_save": True}
+        save_checkpoint(tmp_path, "t", model.state_dict(), optimizer.state_dict(), **at)
+    finalize_checkpoint()
+    close_checkpointers()
+    for rank, (_, optimizer) in enumerate(saved):
+        live = _sharded(rank, 1)
+        load_checkpoint(tmp_path, "t", *live, topology=Topology(dp=2, rank=rank))
+        assert difference(optimizer.state_dict(), live[1].state_dict()) is None
+
+
+def test_shards_cut_from_weights_that_are_not_loaded_yet_are_an_error(tmp_path: Path) -> None:
+    """Without master weights: the next step would put the old weights over those of a later load of the model."""
+    saved = _sharded(0, 0, masters=False)
+    save_checkpoint(tmp_path, "t", *saved)
+    model, optimizer = _sharded(0, 1, masters=False)
+    with pytest.raises(ResumeDiffers, match=r"model/weight, .*load the model first.*: the live tensor is not"):
+        load_checkpoint(tmp_path, "t", None, optimizer)
+    load_checkpoint(tmp_path, "t", model)
+    load_checkpoint(tmp_path, "t", None, optimizer)
+    assert difference(saved[1].state_dict(), optimizer.state_dict()) is None
