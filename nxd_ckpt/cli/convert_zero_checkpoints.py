@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [nxds.input_dir, nxds.output_dir, "--to", "tag", "--num-workers", str(nxds.num_workers), "--overwrite"]
     words += ["--optimizer-form", "zero1_full" if nxds.convert_to_full else "zero1"]
     ignored = parsers()[1][_COMMAND].parse_known_args([*words, *others])[1]
-    known = _without(others, ignored)
+    passed_on = _without(others, ignored)
     if nxds.convert_to_sharded and nxds.dp_size is None:
         parser.error("--convert_to_sharded needs --dp_size, the new data-parallel size")
     if nxds.dp_size is not None and nxds.convert_to_full:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words += ["--dp", str(nxds.dp_size)]
     if ignored:
         print(f"{_NAME}: ignored, as by NxD: {text.printable(' '.join(ignored))}", file=sys.stderr)
-    return _run_in_place_of_nxds(Path(nxds.output_dir), [_COMMAND, *words, *known])
+    return _run_in_place_of_nxds(Path(nxds.output_dir), [_COMMAND, *words, *passed_on])
 
 
 def _run_in_place_of_nxds(output: Path, words: Sequence[str]) -> int:

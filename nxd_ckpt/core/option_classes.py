@@ -105,11 +105,11 @@ class Options:
         kind: Any = type(self)
         values = vars(self)
         for name, hint, default, plain in _arguments_of(kind):
-            given = values[name]
-            if given is default is plain:  # as most of them are
+            value = values[name]
+            if value is default is plain:  # as most of them are
                 continue
             where = "" if kind.__name__.endswith("Options") else f"{kind.__name__}(): "
-            object.__setattr__(self, name, plain_value(hint, given, where + name, default))  # frozen
+            object.__setattr__(self, name, plain_value(hint, value, where + name, default))  # frozen
 
 
 @cache

@@ -117,19 +117,19 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
         """
         self._settle()
         place = directory_of(input_dir) if input_dir is not None else self._latest()
-        found = tag_of(place)
-        if found is None:
+        tag = tag_of(place)
+        if tag is None:
             super().load_state(place, load_kwargs, **options)
             return
         self._require_supported()
-        runs_with = open_checkpoint(found.directory, found.tag).user_content()["runs_with"]
+        runs_with = open_checkpoint(tag.directory, tag.tag).user_content()["runs_with"]
         require_same_setting(place, runs_with, self._setting(), self.any_world_size)
-        require_same(place, runs_with, {} if found.is_sealed else self._counts(), IncompatibleState)
+        require_same(place, runs_with, {} if tag.is_sealed else self._counts(), IncompatibleState)
         require_same(place, runs_with, self._classes(), OptimizerMismatch)
-        found.verify_files()
+        tag.verify_files()
         self._require_same_objects(place)
-        self._load_models(found, options)
-        with self._bare([] if found.is_sealed else self._objects()[2]) as bare:
+        self._load_models(tag, options)
+        with self._bare([] if tag.is_sealed else self._objects()[2]) as bare:
             for hook in [*bare["_load_model_state_pre_hook"].values()]:
                 hook(list(bare["_models"]), place)
             super().load_state(place, load_kwargs, **options)

@@ -84,8 +84,8 @@ def _refuse_interrupted(directory: str) -> None:
 
 def _is_interrupted(directory: str) -> bool:
     """Return whether the save was interrupted. A checkpoint of ours is complete, whatever other files are in it."""
-    found = tag_of(directory)
-    return os.path.isfile(os.path.join(directory, SENTINEL)) and not (found is not None and found.is_complete)
+    tag = tag_of(directory)
+    return os.path.isfile(os.path.join(directory, SENTINEL)) and not (tag is not None and tag.is_complete)
 
 
 class Trainer(SavesTags, transformers.Trainer):  # type: ignore[misc]

@@ -120,8 +120,8 @@ class ModelAdapter:
                 specs[name] = spec if own is tensor else replace(spec, dtype=dtype_name(tensor.dtype))
         for name, cut in self.layer_cuts(tp).items():
             if name in specs:
-                told = {"explicit": False} if cut is None else {"partition": cut, "explicit": cut.known}
-                specs[name] = replace(specs[name], **told)
+                changes = {"explicit": False} if cut is None else {"partition": cut, "explicit": cut.known}
+                specs[name] = replace(specs[name], **changes)
         return specs | {name: replace(specs[name], tie=tie) for name, tie in ties.items() if name in specs}
 
     def attributed(self, name: str) -> torch.Tensor:

@@ -77,8 +77,8 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
     local = dtensor.local_of(tensor)
     place: Hashable = id(tensor)  # not that of ``local``: the next one may have it too
     if has_address(local) and not local.is_nested:
-        seen = tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
-        place = local.device, local.data_ptr(), local.dtype, seen
+        form = tuple(local.shape), local.stride(), local.is_conj(), local.is_neg()
+        place = local.device, local.data_ptr(), local.dtype, form
     return place if local is tensor else ("local", place)
 
 

@@ -195,8 +195,8 @@ class LoadPlanner:
         optimizer = self._optimizer
         filtered = self._filter
         trees = LoadTrees(model, optimizer)
-        given = {"model": model, "optimizer": optimizer, "scheduler": self._scheduler}
-        parts = [part for part, live in given.items() if live is not None]
+        objects = {"model": model, "optimizer": optimizer, "scheduler": self._scheduler}
+        parts = [part for part, live in objects.items() if live is not None]
         trees.rank_state = rank_state(self._opened, self._topology, filtered, parts)
         if model is not None and not filtered.covers("model"):
             trees.model_tree = self._rounded(model, self._own_part(model, self._model_tree(model)))

@@ -68,11 +68,11 @@ class MappedWeights(OpenTag):
         spec = options.mapping
         if spec is None and not is_known(config):  # then only a model with the names of the files can be meant
             spec = own_names({name: each.partition.partition_dim for name, each in self._specs.items()})
-        known = find_mapping(spec, config)
+        mapping = find_mapping(spec, config)
         quantization = quantization_of(directory.config, directory.where)
         directory.live_dtypes = {spec.dtype for spec in self._specs.values()}
         directory.dequantize(_as_live(quantization, directory.live_dtypes))
-        self._mapping = with_head_of(known, config, plain_names(directory.names, self.where).values())
+        self._mapping = with_head_of(mapping, config, plain_names(directory.names, self.where).values())
         self._sizes = self._mapping.sizes(config, options.kv_size_multiplier, options.hardware)
         renaming = Renaming(options.key_mapping or {}, options.prefix)
         self._tensors = UnpackedTensors(directory, self._mapping, self._sizes, renaming)

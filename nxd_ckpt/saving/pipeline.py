@@ -183,12 +183,12 @@ class Pipeline:
 
     def _finish(self, attempt: SaveAttempt, pending: SaveProgress, started: float) -> None:
         """Commit everything handed over, on the writer thread, and settle it."""
-        held = self._held
+        staged = self._held
         buffers = self._buffers
         self._held = None
         self.submit(lambda: _conclude(attempt, pending, started))
-        if held is not None:
-            self.submit(lambda: buffers.give_back(held))
+        if staged is not None:
+            self.submit(lambda: buffers.give_back(staged))
 
     @property
     def _writer(self) -> Worker:

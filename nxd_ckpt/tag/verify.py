@@ -254,8 +254,8 @@ def _sizes(opened: OpenTag) -> dict[str, int]:
     """Return the size of each file of our tag."""
     ranks = map(opened.topology.coordinates_of, range(opened.topology.world_size))
     files = {file: entry for at in ranks for file, entry in opened.index(at).files.items()}
-    given = {} if opened.manifest is None else opened.manifest.guests
-    return {file: entry.nbytes for file, entry in {**files, **given}.items()}
+    guests = {} if opened.manifest is None else opened.manifest.guests
+    return {file: entry.nbytes for file, entry in {**files, **guests}.items()}
 
 
 def files_of(files: TagFiles) -> Iterator[str]:

@@ -99,10 +99,10 @@ def described_below(storage: Storage) -> str | None:
     """Describe the directories below that hold tags, or checkpoints of others; None if a few levels have none."""
     found: dict[_Kind, list[str]] = {}
     waiting = deque([""])
-    seen = 0
-    while waiting and seen < _DIRECTORIES:
+    directories = 0
+    while waiting and directories < _DIRECTORIES:
         key = waiting.popleft()
-        seen += 1
+        directories += 1
         entries = storage.list(key)
         files = {entry.name for entry in entries if not entry.is_dir}
         kind = _TAG if _TAG.is_present(files) else _kind_of(files)

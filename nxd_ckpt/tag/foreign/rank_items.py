@@ -343,9 +343,9 @@ def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def _by_name(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return an optimizer's state dict by names of parameters, as far as its groups have them."""
-    given = tree.get(_GROUPS)
-    if isinstance(given, list) and all(isinstance(group, dict) for group in given):  # which may have names alone
-        tree = {**tree, _GROUPS: [{PARAMS: group.get(_NAMES, ()), **group} for group in given]}
+    saved = tree.get(_GROUPS)
+    if isinstance(saved, list) and all(isinstance(group, dict) for group in saved):  # which may have names alone
+        tree = {**tree, _GROUPS: [{PARAMS: group.get(_NAMES, ()), **group} for group in saved]}
     checked = checked_optimizer(tree, where)
     groups = checked[_GROUPS]
     names = [name for group in groups for name in group.get(_NAMES, group.get(PARAMS, ()))]

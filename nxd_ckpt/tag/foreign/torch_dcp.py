@@ -232,9 +232,9 @@ class _Machine(Machine):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _RECORD
-        found = global_of(module, name) if module in _INERT_MODULES else None
-        if found is not None:
-            return found
+        stand_in = global_of(module, name) if module in _INERT_MODULES else None
+        if stand_in is not None:
+            return stand_in
         raise UnsafePickle(f"its pickle asks for {module:.100}.{name:.100}, which no metadata of torch DCP holds")
 
 
