@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
         return value
     import numpy as np  # not at the top: commands that compare digests of files alone start without it
 
-    if is_flat(value) and all(map(eq, value, value)):  # without what is not a number
+    if type(value) is not dict and is_flat(value) and all(map(eq, value, value)):  # without what is not a number
         with suppress(ValueError):  # an integer is too long
             return type(value).__name__, repr(value)
     if isinstance(value, dict):

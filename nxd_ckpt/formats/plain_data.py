@@ -15,7 +15,7 @@ from nxd_ckpt.errors import CheckpointError, UnsafePickle
 from nxd_ckpt.formats.machine import Machine, check_walk
 from nxd_ckpt.formats.memory import TENSORS
 from nxd_ckpt.formats.pickling import PROTOCOL
-from nxd_ckpt.formats.tensors import TensorReference, is_flat
+from nxd_ckpt.formats.tensors import SCALARS, TensorReference, is_flat
 from nxd_ckpt.formats.unpickle import global_named
 
 
@@ -49,20 +49,22 @@ def _refusal(node: Any) -> str | None:
 
 
 def _abridged(node: Any, copies: dict[int, Any]) -> Any:
-    """Return ``node`` with empty lists for those in it of numbers and texts alone, of which a load refuses none.
+    """Return ``node`` without dicts, lists and tuples of plain data, of which a load refuses none; None for such a one.
 
-    Other tuples become lists. Keys, and what is in other containers, stay.
+    What is left of others is a list. Of a dict the keys are, unless all are text: some may have one hash.
     """
     kind = type(node)
     if kind not in (dict, list, tuple):
-        return node
+        return None if kind in SCALARS else node
     if id(node) not in copies:
-        new: Any = {} if kind is dict else []
-        copies[id(node)] = new  # before its children, since it may contain itself
-        if kind is dict:
-            new.update((key, _abridged(value, copies)) for key, value in node.items())
-        elif not is_flat(node):
-            new.extend(_abridged(item, copies) for item in node)
+        rest: list[Any] = []
+        copies[id(node)] = rest  # before its children, since it may contain itself
+        if kind is dict and not all(type(key) is str for key in node):
+            rest.append(dict.fromkeys(node))
+        if not is_flat(node):
+            parts = (_abridged(child, copies) for child in (node.values() if kind is dict else node))
+            rest.extend(part for part in parts if part is not None)
+        copies[id(node)] = rest or None
     return copies[id(node)]
 
 

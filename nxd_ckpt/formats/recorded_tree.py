@@ -11,7 +11,7 @@ import base64
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from struct import pack
 from typing import Any, NamedTuple
 
@@ -110,18 +110,18 @@ class _Recorder:
         if kind is list:
             return ["list", *self._elements(node, depth)]
         if kind is dict and all(type(key) is str for key in node):
-            return {_text(key): self.element(value, depth + 1) for key, value in node.items()}
+            return dict(zip(map(_text, node), self._elements(node.values(), depth), strict=True))
         pairs = ([self.element(key, depth + 1), self.element(value, depth + 1)] for key, value in node.items())
         return [kind.__name__, *(element for pair in pairs for element in pair)]
 
-    def _elements(self, nodes: Sequence[Any], depth: int) -> Iterable[Any]:
+    def _elements(self, nodes: Collection[Any], depth: int) -> Iterable[Any]:
         if not _are_numbers(nodes):
             return (self.element(node, depth + 1) for node in nodes)
         self._spend(_ELEMENT_NBYTES * len(nodes))
         return nodes
 
 
-def _are_numbers(nodes: Sequence[Any]) -> bool:
+def _are_numbers(nodes: Collection[Any]) -> bool:
     """Return whether these are numbers alone that JSON keeps as they are; there may be millions."""
     try:
         return _NUMBERS.issuperset(map(type, nodes)) and all(map(math.isfinite, nodes))
@@ -152,7 +152,7 @@ def _tree(element: Any, make: Make, depth: int) -> Any:
     kind = type(element)
     if kind is dict:
         _check_depth(depth)
-        return {key: _tree(child, make, depth + 1) for key, child in element.items()}
+        return dict(element) if is_flat(element) else {key: _tree(child, make, depth + 1) for key, child in element.items()}
     if kind is not list:
         return element
     if not element:

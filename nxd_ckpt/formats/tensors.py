@@ -530,12 +530,14 @@ CONTAINERS = (dict, list, tuple, deque, Namespace, SimpleNamespace)
 """Types of the inner nodes of trees."""
 
 
-_SCALARS = frozenset({bool, int, float, str, type(None)})
+SCALARS = frozenset({bool, int, float, str, type(None)})
+"""Types of numbers and texts."""
 
 
 def is_flat(node: Any) -> bool:
-    """Return whether a list or tuple has numbers and texts alone: such a one may be long, and needs no walk."""
-    return type(node) in (list, tuple) and _SCALARS.issuperset(map(type, node))
+    """Return whether a dict, list or tuple has numbers and texts alone: such a one may be long, and needs no walk."""
+    kind = type(node)
+    return kind in (dict, list, tuple) and SCALARS.issuperset(map(type, node.values() if kind is dict else node))
 
 
 def children_of(node: Any) -> Iterable[tuple[Any, Any]]:
