@@ -12,6 +12,7 @@ from nxd_ckpt.core.manifest import Manifest, Parts, dump_manifest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import SaveFailed
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
 
 HALF = "\ud800"
 """Half a character, as the name of a file that was decoded carelessly has it: JSON takes it, and no reader of ours."""
@@ -22,12 +23,9 @@ def _saved(rank: int, directory: str, tag: str, name: str) -> str:
     own = name if rank == 1 else "w"
     state = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0], "lr": 1.0}]}
     more: dict[str, Any] = {"param_names": [[own]], "zero1_optimizer": True}
-    try:
-        save_checkpoint(directory, tag, {"w": torch.ones(2)}, state, **more)
-        close_checkpointers()
-    except SaveFailed as error:
-        return str(error)
-    return "saved"
+    refused = refusal(lambda: save_checkpoint(directory, tag, {"w": torch.ones(2)}, state, **more))
+    close_checkpointers()
+    return refused or "saved"
 
 
 def test_an_index_that_no_load_reads_fails_the_save(pair: RankPool, tmp_path: Path) -> None:

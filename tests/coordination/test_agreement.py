@@ -1,6 +1,6 @@
 """Agreement through a key-value store: every rank learns the same, or who is missing."""
 
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from tests.support.clock import Clock
 from tests.support.ranks import on_ranks
+from tests.support.threads import in_threads
 
 
 def test_rank_0_gathers_and_all_get_its_broadcast() -> None:
@@ -116,10 +117,7 @@ def test_the_store_does_not_fill_up() -> None:
         for _ in range(20):
             agreement.gather("word")
 
-    thread = threading.Thread(target=talk, args=(agreements[1],))
-    thread.start()
-    talk(agreements[0])
-    thread.join()
+    in_threads(*(partial(talk, each) for each in agreements))
     assert 1 >= store.num_keys()  # rank 0's sign of life
 
 

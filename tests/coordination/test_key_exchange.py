@@ -1,7 +1,7 @@
 """A secret that all ranks of a job know, and nobody who reads the store in which they agreed on it."""
 
 import secrets
-import threading
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nxd_ckpt.coordination.agreement import Words
 from nxd_ckpt.coordination.rendezvous import KeyPair, job_secret
 from nxd_ckpt.errors import MalformedFile, PeerTimeout
+from tests.support.threads import in_threads
 
 
 class Recording:
@@ -35,11 +36,7 @@ def test_all_ranks_have_the_secret_and_the_store_does_not(world_size: int) -> No
         own = secret if rank == 0 else secrets.token_bytes(32)
         results[rank] = job_secret(Words(store, rank, 600.0), rank, world_size, own)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(run, rank) for rank in range(world_size)))
     assert dict.fromkeys(range(world_size), secret) == results
     assert not any(secret.hex() in text for text in store.seen)
 

@@ -270,9 +270,7 @@ DAMAGED = [b"", b"{", b"[]", b"null", b'{"run_id": "x"}', b"[" * 100_000, WRONG]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_lease_is_replaced(
-    storage: LocalStorage, damaged: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_lease_is_replaced(storage: LocalStorage, damaged: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody can be asked, and nobody beats."""
     storage.write(LEASE, damaged)
     assert lease.acquire(storage, "new", 0.1) == lease.read(storage)

@@ -176,9 +176,7 @@ def test_a_prefix_finds_names_before_and_after_a_wrapper(run: Path, tmp_path: Pa
     model = Named({"a.weight": 77.0, "x.weight": 77.0})
     optimizer = stepped(model)
     mapping = {"x.weight": "module.c.weight"}
-    load_checkpoint(
-        tmp_path, "t", model, optimizer, prefix="module.", key_mapping=mapping, ignore_keys=["*/b.weight"]
-    )
+    load_checkpoint(tmp_path, "t", model, optimizer, prefix="module.", key_mapping=mapping, ignore_keys=["*/b.weight"])
     assert ({"a.weight": 1.0, "x.weight": 3.0}, {"a.weight": 10.0, "x.weight": 30.0}) == (
         model.held(),
         averages(model, optimizer),

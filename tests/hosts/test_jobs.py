@@ -1,6 +1,7 @@
 """Jobs whose first tier is each host's own disk: real processes, which are hosts because each has its directory."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.storage.local import LocalStorage
 from tests.hosts.jobs import RANKS, TIMEOUT, host_of, load, save, state, there, tier
 from tests.protocol.job import Job, until
+from tests.support.refusals import refusal
 
 
 def save_and_load(rank: int, path: Path, ranks_per_host: int) -> list[Any]:
@@ -70,10 +72,7 @@ def disagree(rank: int, path: Path, options: Sequence[dict[str, Any]]) -> list[s
         shared = {"replicas": 2 if "only" not in option else 1 + rank, **option}
         shared.pop("only", None)
         with Checkpointer(tiers=[tier(path, rank, **shared)], topology=Topology(tp=2, rank=rank)) as saver:
-            try:
-                saver.save("step_1", {})
-            except CheckpointError as error:
-                found.append(f"{type(error).__name__}: {error}")
+            found.append(refusal(partial(saver.save, "step_1", {})))
     return found
 
 
@@ -89,19 +88,14 @@ def test_replicas_must_be_possible_and_the_same_on_all_ranks(tmp_path: Path) -> 
         assert "interface='nxd9'" in interface
 
 
-def save_while(
-    rank: int, path: Path, hosts: Sequence[int], steps: Sequence[int], begun: str, other: str
-) -> list[str]:
+def save_while(rank: int, path: Path, hosts: Sequence[int], steps: Sequence[int], begun: str, other: str) -> list[str]:
     """Save on these hosts; after each step, note that it has ``begun``, and wait until the ``other`` did."""
     tiers = [tier(path, hosts[rank])]
     outcomes = []
     with Checkpointer(tiers=tiers, topology=Topology(tp=2, rank=rank), timeout=TIMEOUT) as saver:
         for step in steps:
-            try:
-                saver.save(f"step_{step}", state(step, rank), user_content={"step": step})
-                outcomes.append("saved")
-            except CheckpointError as error:
-                outcomes.append(f"{type(error).__name__}: {error}")
+            save_step = partial(saver.save, f"step_{step}", state(step, rank), user_content={"step": step})
+            outcomes.append(refusal(save_step) or "saved")
             (path / f"{begun}-{rank}").touch()
             until((path / f"{other}-0").exists)
     return outcomes

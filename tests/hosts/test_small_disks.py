@@ -14,6 +14,7 @@ from tests.hosts.three_hosts import HOSTS, newest, outcome, saver_of
 from tests.protocol.job import Job
 from tests.support.full_disks import FULL, PAGE, inodes_left, pages_left
 from tests.support.mounts import needs_mounts
+from tests.support.refusals import refusal
 
 pytestmark = needs_mounts()
 
@@ -56,12 +57,9 @@ def sweep(rank: int, path: Path, victim: int, by_pages: bool, left: Sequence[int
 
 def save(saver: Checkpointer, step: int, numbers: int, in_background: bool) -> str:
     """As :func:`outcome`, of a save after which no other tag stays."""
-    try:
-        model = state(step, saver.topology.rank, numbers)
-        saver.save(f"step_{step}", model, user_content=step, async_save=in_background, num_kept_ckpts=1).wait()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
+    options: dict[str, Any] = {"user_content": step, "async_save": in_background, "num_kept_ckpts": 1}
+    model = state(step, saver.topology.rank, numbers)
+    return refusal(lambda: saver.save(f"step_{step}", model, **options).wait()) or "saved"
 
 
 @pytest.mark.parametrize(

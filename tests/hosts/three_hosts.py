@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.errors import CheckpointError
 from tests.hosts.jobs import TIMEOUT, state, tier
+from tests.support.refusals import refusal
 
 HOSTS = 3
 
@@ -18,11 +18,8 @@ def saver_of(rank: int, path: Path, timeout: float = TIMEOUT, **options: Any) ->
 
 def outcome(saver: Checkpointer, step: int, numbers: int = 64) -> str:
     """What becomes of a save."""
-    try:
-        saver.save(f"step_{step}", state(step, saver.topology.rank, numbers), user_content=step)
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
+    model = state(step, saver.topology.rank, numbers)
+    return refusal(lambda: saver.save(f"step_{step}", model, user_content=step)) or "saved"
 
 
 def newest(rank: int, path: Path, **options: Any) -> int:

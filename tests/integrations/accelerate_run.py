@@ -12,9 +12,9 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.live.dtensor import is_dtensor
+from tests.support.refusals import refusal
 
 
 class Background(Accelerator):
@@ -117,11 +117,7 @@ def refused(rank: int, directory: Path) -> str:
         job = Job(directory)
         job.accelerator.state.distributed_type = DistributedType.FSDP
         job.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-        try:
-            job.accelerator.save_state()
-        except CheckpointError as error:
-            return str(error)
-    return "saved"
+        return refusal(job.accelerator.save_state)
 
 
 def main_process_alone(rank: int, directory: Path) -> str:
@@ -129,11 +125,8 @@ def main_process_alone(rank: int, directory: Path) -> str:
     said = ""
     with fresh():
         job = Job(directory)
-        try:
-            if job.accelerator.is_main_process:
-                job.accelerator.save_state()
-        except CheckpointError as error:
-            said = str(error)
+        if job.accelerator.is_main_process:
+            said = refusal(job.accelerator.save_state)
         job.accelerator.wait_for_everyone()
         job.accelerator.save_state()
         job.accelerator.end_training()

@@ -1,5 +1,6 @@
 """Runs of the small Lightning module under FSDP2 and torch's first FSDP, on each rank of a process group."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from examples.train_lightning_fsdp2 import main
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
 from nxd_ckpt.integrations.lightning_sharded import FSDPStrategy, ModelParallelStrategy
 from nxd_ckpt.live.dtensor import local_of
 from tests.integrations.lightning_run import Module, every_epoch, fit
+from tests.support.refusals import refusal, refusals
 
 RANKS = 2
 
@@ -142,19 +143,13 @@ def loaded(rank: int, directory: Path, form: str, ckpt_path: Path) -> list[list[
 
 def refused(rank: int, directory: Path) -> list[str]:
     """What is said to two optimizers, a changed state, a CheckpointIO of another's, and FSDP without a mesh."""
-    found = []
     cases: list[dict[str, Any]] = [
         {"kind": TwoOptimizers},
         {"callbacks": [Averages()]},
         {"io": pl.plugins.io.TorchCheckpointIO()},
         {"form": "fsdp", "kind": WithoutMesh},
     ]
-    for case in cases:
-        try:
-            run(directory, epochs=1, **case)
-        except CheckpointError as error:
-            found.append(str(error))
-    return found
+    return refusals(partial(run, directory, epochs=1, **case) for case in cases)
 
 
 def refused_to_go_on(directory: Path, form: str) -> tuple[list[list[float]], list[tuple[str, list[list[float]]]]]:
@@ -170,10 +165,8 @@ def refused_to_go_on(directory: Path, form: str) -> tuple[list[list[float]], lis
     run(directory, form, epochs=1)
     before, found = held(run(directory / "new", form, epochs=0, seed=5)), []
     for changed in ({"precision": "bf16-mixed"}, {"optimizer": torch.optim.SGD}):
-        try:
-            run(directory, form, ckpt_path="last", seed=5, kind=Noted, **changed)
-        except CheckpointError as error:
-            found.append((str(error), held(made[-1])))
+        told = refusal(partial(run, directory, form, ckpt_path="last", seed=5, kind=Noted, **changed))
+        found.append((told, held(made[-1])))
     return before, found
 
 

@@ -66,9 +66,7 @@ def elastic(workers: int = 0, every: int = 1) -> Make:
 
     def make(dp: int, dp_rank: int) -> Any:
         sampler = ElasticSampler(SAMPLES, dp=dp, dp_rank=dp_rank, seed=3)
-        return StatefulDataLoader(
-            Numbers(), BATCH, sampler=sampler, num_workers=workers, snapshot_every_n_steps=every
-        )
+        return StatefulDataLoader(Numbers(), BATCH, sampler=sampler, num_workers=workers, snapshot_every_n_steps=every)
 
     return make
 

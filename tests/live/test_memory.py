@@ -9,8 +9,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nxd_ckpt import Checkpointer, dcp, load_checkpoint, save_checkpoint
-from nxd_ckpt.errors import CheckpointError, UnsupportedState
+from nxd_ckpt.errors import UnsupportedState
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusals
 
 
 class Net(torch.nn.Module):
@@ -93,16 +94,12 @@ def test_torch_dcp_refuses_freed_memory(tmp_path: Path, nbytes: int) -> None:
 
 def with_freed_memory(rank: int, directory: str) -> list[str]:
     """Save and load with a weight that was freed on rank 1 alone; return the errors, and what is left."""
-    net, raised = Net(), list[str]()
+    net = Net()
     with Checkpointer(directory, timeout=600.0) as checkpointer:
         checkpointer.save(1, net, net.optimizer)
         if rank:
             cut(net.layer.weight, 0)
-        for call in (lambda: checkpointer.save(2, net, net.optimizer), lambda: checkpointer.load(1, net)):
-            try:
-                call()
-            except CheckpointError as error:
-                raised.append(str(error))
+        raised = refusals([lambda: checkpointer.save(2, net, net.optimizer), lambda: checkpointer.load(1, net)])
         return [*raised, str(checkpointer.latest_step())]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, Topology, load_checkpoint, save_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement
-from nxd_ckpt.errors import CheckpointError, InvalidTag, KeyMismatch, OptimizerMismatch, ShapeMismatch
+from nxd_ckpt.errors import InvalidTag, KeyMismatch, OptimizerMismatch, ShapeMismatch
 from nxd_ckpt.loading.load import load
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest
 from nxd_ckpt.storage.local import LocalStorage
@@ -21,6 +21,7 @@ from tests.filters.named import Named, stepped
 from tests.hugging_face.saved import live
 from tests.support.rank_pool import RankPool
 from tests.support.ranks import on_ranks
+from tests.support.refusals import refusal
 
 DIFFER = (
     "the names in the checkpoint and in the model differ; missing from the checkpoint: '3.weight' (did you mean "
@@ -136,11 +137,7 @@ def _on_mesh(rank: int, directory: Path, numbers: Sequence[int], saves: bool) ->
         if saves:
             checkpointer.save("t", model, torch.optim.SGD(model.parameters(), momentum=0.9))
             return ""
-        try:
-            checkpointer.load("t", model)
-        except CheckpointError as error:
-            return str(error)
-    return "nothing was refused"
+        return refusal(lambda: checkpointer.load("t", model))
 
 
 def test_a_mesh_and_a_single_process_say_the_same(
@@ -148,7 +145,7 @@ def test_a_mesh_and_a_single_process_say_the_same(
 ) -> None:
     """Of one tag; a smaller model is told what it leaves behind, and its optimizer too."""
     gloo_ranks.run(_on_mesh, tmp_path, [0, 1, 2], True)
-    assert [DIFFER] * 4 == gloo_ranks.run(_on_mesh, tmp_path, [0, 1, 3], False)
+    assert [f"KeyMismatch: {DIFFER}"] * 4 == gloo_ranks.run(_on_mesh, tmp_path, [0, 1, 3], False)
     model = _mesh_model([0, 1, 3], sharded=False)
     with pytest.raises(KeyMismatch) as caught:
         load_checkpoint(tmp_path, "t", model)

@@ -1,6 +1,7 @@
 """Jobs: ranks that are new processes, as a launcher starts them, and that may be killed. Each takes little to start."""
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -116,6 +117,12 @@ def _run(
     connection.send_bytes(pickle.dumps(outcome))
     if port is not None and rank == 0:
         signal.pause()  # the group's store lives here, and others may still have an answer to fetch
+
+
+def lead_a_group() -> None:
+    """This rank may have children, as ranks of a launcher may, and one signal reaches all of them."""
+    os.setpgid(0, 0)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def outcome_of(call: Callable[[], Any]) -> BaseException | None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +31,18 @@ from tests.protocol.job import HANGS, Died, Job, Raised, outcome_of, until
 from tests.protocol.states import PATIENCE, SHORT, checkpointer, save, saved_value, visible_tags
 
 
-def error_of(saver: Checkpointer, tag: str, model: Any, **options: Any) -> BaseException | None:
-    try:
-        saver.save(tag, model, **options)
-    except Exception as error:
-        return error
-    return None
-
-
 def second_saves(rank: int, path: Path) -> list[BaseException | None]:
     """Saves on which two ranks disagree, after a first on which they agree; then one more on which they do."""
     saver = checkpointer(path, rank, 2)
     save(saver, "first", 1)
-    weight = torch.ones(3)
-    errors = [
-        error_of(saver, ("left", "right")[rank], {"weight": weight}),
-        error_of(saver, "xser", {"weight": weight}, use_xser=rank == 1),
-        error_of(saver, "optimizer", {"weight": weight}, optimizer={"state": {}, "param_groups": []} if rank else None),
+    model = {"weight": torch.ones(3)}
+    optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+    calls = [
+        partial(saver.save, ("left", "right")[rank], model),
+        partial(saver.save, "xser", model, use_xser=rank == 1),
+        partial(saver.save, "optimizer", model, optimizer if rank else None),
     ]
+    errors = [outcome_of(call) for call in calls]
     save(saver, "last", 2)
     saver.close()
     return errors
@@ -66,23 +61,6 @@ def test_ranks_that_disagree_in_a_later_save_are_told(tmp_path: Path) -> None:
     assert 2 == saved_value(tmp_path, None, 2)
 
 
-def replicas_differ(rank: int, path: Path, use_xser: bool) -> BaseException | None:
-    saver = Checkpointer(path, topology=Topology(dp=2, rank=rank))
-    saver.save("first", {"weight": torch.ones(3)}, use_xser=use_xser)
-    error = error_of(saver, "second", {"weight": torch.ones(3 + rank)}, use_xser=use_xser)
-    saver.close()
-    return error
-
-
-@pytest.mark.parametrize("use_xser", [False, True])
-def test_replicas_that_hold_different_models_are_told(tmp_path: Path, use_xser: bool) -> None:
-    """Data-parallel ranks share the writing of one state: shapes that differ are RanksDisagree, on both."""
-    for error in Job(2, replicas_differ, tmp_path, use_xser, group=True).values():
-        assert RanksDisagree is type(error)
-        assert "ranks 0 and 1 are replicas" in str(error)
-    assert ["first"] == visible_tags(tmp_path)
-
-
 class Elsewhere(LocalStorage):
     """A directory that has the same name on every host, and is another one on each."""
 
@@ -96,7 +74,7 @@ def saves_elsewhere(rank: int, path: Path, same_name: bool) -> BaseException | N
     topology = Topology(dp=2, rank=rank)
     session._SEEN_WITHIN = 2.0
     saver = Checkpointer(path / str(rank), topology=topology, storage=storage)
-    error = error_of(saver, "t", {"weight": torch.ones(3)})
+    error = outcome_of(lambda: saver.save("t", {"weight": torch.ones(3)}))
     saver.close()
     return error
 
@@ -118,16 +96,6 @@ def saves_until_told(rank: int, path: Path, stop: Path) -> None:
     until(stop.exists)
     save(saver, "second", 2)
     saver.close()
-
-
-def saves_once(rank: int, path: Path) -> CheckpointError | None:
-    saver = checkpointer(path, rank, 2)
-    try:
-        save(saver, "other", 3)
-    except CheckpointError as error:
-        return error
-    saver.close()
-    return None
 
 
 def comes_second(rank: int, path: Path) -> list[Any]:
@@ -194,7 +162,7 @@ def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -
         take_over.set()
         while take_over.is_set():
             assert looked.acquire(timeout=HANGS)
-        error = error_of(saver, "second", {"weight": torch.ones(3)})
+        error = outcome_of(lambda: saver.save("second", {"weight": torch.ones(3)}))
         for _ in range(2):  # beats after the take-over
             assert looked.acquire(timeout=HANGS)
     assert DirectoryTakenOver is type(error), "no tolerated failure: no later save could succeed"
@@ -203,15 +171,15 @@ def test_a_job_whose_directory_was_taken_over_stops_publishing(tmp_path: Path) -
     assert "abroad" == json.loads((tmp_path / ".nxd_ckpt" / "lease.json").read_bytes())["run_id"]
 
 
-def saves_as_run(rank: int, path: Path, run_id: str | None, timeout: float = PATIENCE) -> CheckpointError | None:
+def saves_as_run(rank: int, path: Path, run_id: str | None, timeout: float = PATIENCE) -> BaseException | None:
     saver = checkpointer(path, rank, 3, run_id=run_id, timeout=timeout)
-    try:
+
+    def both() -> None:
         save(saver, f"tag_{run_id}", 1, async_save=True)
         save(saver, f"again_{run_id}", 2)
-    except CheckpointError as error:
-        return error
-    saver.close()
-    return None
+        saver.close()
+
+    return outcome_of(both)
 
 
 def test_a_run_id_stands_for_a_process_group(tmp_path: Path) -> None:
@@ -247,16 +215,13 @@ def test_a_run_id_of_a_job_that_was_killed_is_used_up_too(tmp_path: Path) -> Non
     assert ["first"] == visible_tags(tmp_path)
 
 
-def saves_after_a_killed_job(rank: int, path: Path, dies: bool) -> CheckpointError | None:
+def saves_after_a_killed_job(rank: int, path: Path, dies: bool) -> BaseException | None:
     full = failing("close", "*/manifest.json", OSError(errno.ENOSPC, "No space left on device"))
     saver = checkpointer(path, rank, 2, full if rank == 0 and not dies else None, run_id="same")
-    try:
-        save(saver, "first" if dies else "second", 1)
-    except CheckpointError as error:
-        return error
+    outcome = outcome_of(lambda: save(saver, "first" if dies else "second", 1))
     if dies:
         os.kill(os.getpid(), signal.SIGKILL)
-    return None
+    return outcome
 
 
 def test_votes_of_a_dead_job_under_the_same_run_id_count_for_nothing(tmp_path: Path) -> None:
@@ -307,14 +272,14 @@ def test_several_ranks_need_a_group_or_a_run_id(tmp_path: Path) -> None:
     assert "run_id=" in str(errors[1])
 
 
-def first_save_without_rank_0(rank: int, path: Path, joined: Path) -> CheckpointError | None:
+def first_save_without_rank_0(rank: int, path: Path, joined: Path) -> BaseException | None:
     """Rank 0, whose process holds the group's store, ends before the others' first save."""
     if rank == 0:
         until(joined.exists)  # the other still reads the store while it joins the group
         os._exit(0)
     joined.touch()
     time.sleep(0.3)
-    return saves_once(rank, path)
+    return outcome_of(lambda: save(checkpointer(path, rank, 2), "other", 3))
 
 
 def test_a_first_save_without_rank_0_names_it(tmp_path: Path) -> None:

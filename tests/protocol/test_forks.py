@@ -14,9 +14,8 @@ from nxd_ckpt.coordination import lease
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
-from tests.protocol.job import HANGS, Job
+from tests.protocol.job import Job, lead_a_group
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
-from tests.support.processes import FORKED
 
 STATE = {"weight": torch.ones(3)}
 
@@ -37,6 +36,11 @@ def in_child(call: Callable[[], Any]) -> str:
     os.waitpid(pid, 0)
     with os.fdopen(source, "rb") as file:
         return str(pickle.loads(file.read()))
+
+
+def holder(path: Path) -> int | None:
+    held = lease.read(LocalStorage(path))
+    return None if held is None else held.pid
 
 
 def uses_of_a_parents(rank: int, path: Path) -> dict[str, str]:
@@ -61,9 +65,7 @@ def uses_of_a_parents(rank: int, path: Path) -> dict[str, str]:
         "close_checkpointers": close_checkpointers,
     }
     outcomes = {name: in_child(call) for name, call in calls.items()}
-    held = lease.read(LocalStorage(path))
-    assert held is not None
-    assert held.pid == os.getpid()
+    assert os.getpid() == holder(path)
     gate.open.set()
     saver.close()
     return outcomes
@@ -125,27 +127,19 @@ def test_a_child_of_a_rank_is_not_that_rank(tmp_path: Path) -> None:
     assert 2 == saved_value(tmp_path / "parent", None, 2)
 
 
-class Numbers(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def loads_data(rank: int, path: Path) -> list[int]:
     """A data loader's forked workers run and end while a save is in flight, and another thread holds our locks."""
+    lead_a_group()
     gate = Gate()
     found = []
     with Checkpointer(path, storage=HookedStorage(LocalStorage(path), gate)) as saver:
         saver.save("t", STATE, async_save=True)
         thread = threading.Thread(target=saver.save, args=("u", STATE))  # waits for its turn with the arena
         thread.start()
-        for batch in torch.utils.data.DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork"):
+        numbers: Any = range(8)
+        for batch in torch.utils.data.DataLoader(numbers, num_workers=2, multiprocessing_context="fork"):
             found += batch.tolist()
-        held = lease.read(LocalStorage(path))
-        assert held is not None
-        assert held.pid == os.getpid()
+        assert os.getpid() == holder(path)
         gate.open.set()
         thread.join()
     return found
@@ -153,20 +147,5 @@ def loads_data(rank: int, path: Path) -> list[int]:
 
 def test_a_data_loaders_workers_are_unharmed(tmp_path: Path) -> None:
     """They deliver, end, and leave saves and the lease alone."""
-    # Workers are no daemons' children: this rank runs in a process of its own.
-    assert [list(range(8))] == [_in_process(loads_data, tmp_path, FORKED)]
+    assert [list(range(8))] == Job(1, loads_data, tmp_path).values()
     assert ["t", "u"] == visible_tags(tmp_path)
-
-
-def _in_process(call: Callable[[int, Path], Any], path: Path, context: Any) -> Any:
-    with context.Manager() as manager:
-        outcome = manager.list()
-        process = context.Process(target=_put, args=(outcome, call, path))
-        process.start()
-        process.join(HANGS)
-        assert 0 == process.exitcode
-        return outcome[0]
-
-
-def _put(outcome: Any, call: Callable[[int, Path], Any], path: Path) -> None:
-    outcome.append(call(0, path))

@@ -44,9 +44,7 @@ class Held(NamedTuple):
         files = sum(len(names) for _, _, names in os.walk(directory))
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         descriptors = len(os.listdir("/proc/self/fd"))
-        return Held(
-            threading.active_count(), descriptors, files, len(gc.get_objects()), pages * resource.getpagesize()
-        )
+        return Held(threading.active_count(), descriptors, files, len(gc.get_objects()), pages * resource.getpagesize())
 
 
 class Rounds:

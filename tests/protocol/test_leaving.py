@@ -1,7 +1,8 @@
 """What a job leaves in its directory besides the tags: nothing that nobody needs."""
 
 import os
-import threading
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from nxd_ckpt import Checkpointer, list_checkpoints
 from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.prune import pin_checkpoint
 from tests.support.rank_pool import RankPool
+from tests.support.threads import in_threads
 
 
 def names(directory: Path) -> list[str]:
@@ -76,23 +78,13 @@ def test_what_killed_jobs_were_writing_goes(tmp_path: Path):
 
 def test_jobs_that_begin_while_others_end(tmp_path: Path):
     """Jobs that end remove nothing that a job which begins has made: each save succeeds, or is refused as in use."""
-    errors: list[BaseException] = []
 
     def jobs(number: int) -> None:
         for step in range(8):
-            try:
+            with suppress(DirectoryInUse):
                 save(tmp_path, f"step_{number}_{step}")
-            except DirectoryInUse:
-                pass
-            except BaseException as error:
-                errors.append(error)
 
-    threads = [threading.Thread(target=jobs, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [] == errors
+    in_threads(*(partial(jobs, number) for number in range(3)))
     assert 2 == len(list_checkpoints(tmp_path))
     save(tmp_path, "last")
     assert 2 == len(names(tmp_path))

@@ -1,6 +1,5 @@
 """A signal on one rank makes all save the same step, and stop."""
 
-import logging
 import os
 import signal
 import threading
@@ -21,20 +20,10 @@ from nxd_ckpt.testing.storage import HookedStorage
 from tests.protocol.hooks import Gate
 from tests.protocol.job import Job, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
+from tests.support.logged import logged
+from tests.support.threads import in_threads
 
 WORLD = 4
-
-
-class Messages(logging.Handler):
-    """What this process logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-        logging.getLogger("nxd_ckpt").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def train(rank: int, path: Path, together: bool, **options: Any) -> tuple[int, list[str]]:
@@ -42,8 +31,8 @@ def train(rank: int, path: Path, together: bool, **options: Any) -> tuple[int, l
 
     With ``together``, a step of a rank ends when all have made it.
     """
-    messages = Messages()
-    with checkpointer(path, rank, WORLD, **{"preemption": True, "preemption_grace": 600.0, **options}) as saver:
+    options = {"preemption": True, "preemption_grace": 600.0, **options}
+    with logged() as messages, checkpointer(path, rank, WORLD, **options) as saver:
         (path / f"rank_{rank}.ready").touch()
         step, stop = 0, False
         while not stop:
@@ -53,7 +42,7 @@ def train(rank: int, path: Path, together: bool, **options: Any) -> tuple[int, l
             stop = saver.step(step)
             if stop or step % 3 == 0:
                 save(saver, f"step_{step}", step, async_save=not stop, num_kept_ckpts=2)
-    return step, messages.said
+    return step, messages
 
 
 def ready(path: Path) -> bool:
@@ -87,10 +76,6 @@ def told_at_once(rank: int, path: Path) -> tuple[int, list[str]]:
 def test_a_rank_is_told_before_its_first_step(tmp_path: Path) -> None:
     """The ranks meet then, and stop as soon as they can: ranks that wait for nobody may be at any step."""
     one_tag_of_one_step(tmp_path, [step for step, _ in Job(WORLD, told_at_once, tmp_path, group=True).values()])
-
-
-def logged(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(record.getMessage() for record in caplog.records if "preemption: " in record.getMessage())
 
 
 @pytest.fixture
@@ -146,9 +131,9 @@ def test_a_signal_that_no_step_looks_for_has_its_effect(
     """At the end of the grace, which is said at once: a script may never call step."""
     with Checkpointer(tmp_path, preemption=signal.SIGUSR2, preemption_grace=0.1):
         told(2)
-        until(lambda: "has not called Checkpointer.step() yet" in logged(caplog))
+        until(lambda: "has not called Checkpointer.step() yet" in caplog.text)
         until(lambda: received == [signal.SIGUSR2])
-        assert "step() was not called: SIGUSR2 ends the process" in logged(caplog)
+        assert "step() was not called: SIGUSR2 ends the process" in caplog.text
         told(1)
         assert 2 == len(received)
 
@@ -174,7 +159,7 @@ def test_a_script_without_further_steps_can_be_ended(
     with Checkpointer(tmp_path, preemption=signal.SIGUSR2, preemption_grace=0.1) as saver:
         saver.step(1)
         told(1)
-        until(lambda: "0.1 s (preemption_grace) have passed since SIGUSR2" in logged(caplog))
+        until(lambda: "0.1 s (preemption_grace) have passed since SIGUSR2" in caplog.text)
         assert [] == received
         told(1)
         assert [signal.SIGUSR2] == received
@@ -190,9 +175,10 @@ def test_a_training_that_goes_on_can_be_ended(
         assert saver.step(1)
         time.sleep(0.1)
         told(1)
-        assert ([], "") == (received, logged(caplog))
+        assert [] == received
+        assert "preemption: " not in caplog.text
         assert saver.step(2)
-        assert "True, which means to save and to stop, but the training goes on" in logged(caplog)
+        assert "True, which means to save and to stop, but the training goes on" in caplog.text
         told(1)
         assert [signal.SIGUSR2] == received
 
@@ -200,9 +186,7 @@ def test_a_training_that_goes_on_can_be_ended(
 def test_what_cannot_be_taken_away_passes_the_signal_on(tmp_path: Path, received: list[int]) -> None:
     """A thread closes it, or another library has put a handler over ours, which calls it."""
     saver = Checkpointer(tmp_path, preemption=signal.SIGUSR2)
-    thread = threading.Thread(target=saver.close)
-    thread.start()
-    thread.join()
+    in_threads(saver.close)
     os.kill(os.getpid(), signal.SIGUSR2)
     ours: Any = signal.getsignal(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, lambda number, frame: ours(number, frame))
@@ -218,9 +202,7 @@ def test_the_default_of_a_signal_is_passed_on_to(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        thread = threading.Thread(target=Checkpointer(tmp_path, preemption=True).close)
-        thread.start()
-        thread.join()
+        in_threads(Checkpointer(tmp_path, preemption=True).close)
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     assert signal.SIGTERM == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1
@@ -279,15 +261,5 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     """No time at all, and a signal on a thread that may not handle it."""
     with pytest.raises(InvalidArgument, match="preemption_grace must be a time above 0"):
         Checkpointer(tmp_path, preemption=True, preemption_grace=0)
-    errors: list[str] = []
-
-    def make() -> None:
-        try:
-            Checkpointer(tmp_path, preemption=True)
-        except InvalidArgument as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert ["on the main thread, or give a function" in error for error in errors] == [True]
+    with pytest.raises(InvalidArgument, match="on the main thread, or give a function"):
+        in_threads(lambda: Checkpointer(tmp_path, preemption=True))

@@ -2,41 +2,25 @@
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, close_checkpointers, load_checkpoint, open_checkpoint, save_checkpoint
-from nxd_ckpt.errors import CheckpointError, DirectoryInUse, RanksDisagree
+from nxd_ckpt import Checkpointer, Topology, close_checkpointers, load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.errors import DirectoryInUse
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, delaying
 from tests.protocol.job import Job
 from tests.protocol.states import checkpointer, save, visible_tags, weights
+from tests.support.refusals import refusal
+from tests.support.threads import in_threads
 
 SAVES = 15
-
-
-def in_threads(calls: Sequence[Callable[[], Any]]) -> None:
-    """All calls at once, each in a thread of its own; raises what any of them raised."""
-    errors: list[BaseException] = []
-
-    def run(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
@@ -52,7 +36,7 @@ def test_two_threads_that_save_to_one_directory_do_not_mix(tmp_path: Path, async
         for number in range(SAVES):
             save_checkpoint(tmp_path, f"t{thread}_{number}", state(100 * thread + number), async_save=async_save)
 
-    in_threads([lambda: saves(1), lambda: saves(2)])
+    in_threads(lambda: saves(1), lambda: saves(2))
     close_checkpointers()
     expected = {f"t{thread}_{number}": 100 * thread + number for thread in (1, 2) for number in range(SAVES)}
     assert expected.keys() == set(visible_tags(tmp_path))
@@ -78,7 +62,7 @@ def test_loads_and_saves_of_several_threads_take_turns(tmp_path: Path) -> None:
             load_checkpoint(tmp_path, model=model)
             assert 1 == len({float(value) for tensor in model.values() for value in tensor.unique()})
 
-    in_threads([saves, loads])
+    in_threads(saves, loads)
     close_checkpointers()
 
 
@@ -96,7 +80,7 @@ def test_a_thread_that_waits_does_not_let_saves_mix(tmp_path: Path) -> None:
         while not over.is_set():
             saver.wait()
 
-    in_threads([saves, waits, waits])
+    in_threads(saves, waits, waits)
     saver.close()
     found = [
         {float(value) for tensor in tensors for value in tensor.unique()}
@@ -118,7 +102,7 @@ def test_saves_go_on_beside_threads_that_close(tmp_path: Path) -> None:
         while not over.is_set():
             close_checkpointers()
 
-    in_threads([saves, closes, closes])
+    in_threads(saves, closes, closes)
     close_checkpointers()
     assert {f"t{number}" for number in range(SAVES)} == set(visible_tags(tmp_path))
     with Checkpointer(tmp_path) as other:
@@ -164,13 +148,10 @@ def test_a_signal_handler_may_save_while_the_functions_open_the_directory(tmp_pa
 
 def test_a_signal_handler_may_not_save_in_the_middle_of_a_save(tmp_path: Path) -> None:
     """It would wait for the very thread that it interrupted; it is refused at once, and the save is whole."""
-    refused: list[BaseException] = []
+    refused: list[str] = []
 
     def handler(*_: Any) -> None:
-        try:
-            saver.save("last", {"weight": torch.zeros(3)})
-        except CheckpointError as error:
-            refused.append(error)
+        refused.append(refusal(lambda: saver.save("last", {"weight": torch.zeros(3)})))
 
     class Interrupting(torch.nn.Linear):
         def state_dict(self, *args: Any, **options: Any) -> Any:
@@ -184,23 +165,15 @@ def test_a_signal_handler_may_not_save_in_the_middle_of_a_save(tmp_path: Path) -
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert 1 == len(refused)
-    assert "signal handler" in str(refused[0])
+    assert "signal handler" in refused[0]
     assert ["t"] == visible_tags(tmp_path)
 
 
-def outcome_in_thread(call: Callable[[], Any]) -> str:
-    """The name of what ``call`` raised in a thread of its own, or "None"."""
-    outcomes: list[str] = []
-
-    def run() -> None:
-        try:
-            call()
-            outcomes.append("None")
-        except CheckpointError as error:
-            outcomes.append(type(error).__name__)
-
-    in_threads([run])
-    return outcomes[0]
+def kind_of_refusal(call: Callable[[], Any]) -> str:
+    """Of one that is made in a thread of its own."""
+    said: list[str] = []
+    in_threads(lambda: said.append(refusal(call).partition(":")[0]))
+    return said[0]
 
 
 def saves_in_another_order(rank: int, path: Path, begun: bool) -> list[str]:
@@ -209,9 +182,7 @@ def saves_in_another_order(rank: int, path: Path, begun: bool) -> list[str]:
     if begun:
         save(saver, "zero", 0)
     order = [("a", 1), ("b", 2)] if rank == 0 else [("b", 2), ("a", 1)]
-    outcomes = []
-    for tag, value in order:
-        outcomes.append(outcome_in_thread(lambda tag=tag, value=value: save(saver, tag, value)))  # type: ignore[misc]
+    outcomes = [kind_of_refusal(partial(save, saver, tag, value)) for tag, value in order]
     save(saver, "after", 3)
     saver.close()
     return outcomes
@@ -231,24 +202,15 @@ def test_threads_in_another_order_on_another_rank_are_refused(tmp_path: Path, be
 
 def loads_in_another_order(rank: int, path: Path, same_directory: bool) -> list[str]:
     """Two threads load two saves of one structure, on rank 1 in another order."""
-    from nxd_ckpt import Topology
-
-    directories = [path / "one", path / "one" if same_directory else path / "two"]
-    for number, directory in enumerate(directories):
-        saver = checkpointer(directory, rank, 2)
-        save(saver, f"t{number}" if same_directory else "t", number)
-        saver.close()
-    loads = [(directories[0], "t0" if same_directory else None), (directories[1], "t1" if same_directory else None)]
+    saves = [(path / "one", "t0"), (path / "one", "t1") if same_directory else (path / "two", "t0")]
+    for number, (directory, tag) in enumerate(saves):
+        with checkpointer(directory, rank, 2) as saver:
+            save(saver, tag, number)
     outcomes = []
-    for directory, tag in loads if rank == 0 else reversed(loads):
+    for directory, tag in saves if rank == 0 else reversed(saves):
         model = {name: torch.zeros_like(tensor) for name, tensor in weights(0, rank).items()}
-        outcomes.append(
-            outcome_in_thread(
-                lambda directory=directory, tag=tag, model=model: load_checkpoint(  # type: ignore[misc]
-                    directory, tag, model, topology=Topology(tp=2, rank=rank)
-                )
-            )
-        )
+        topology = Topology(tp=2, rank=rank)
+        outcomes.append(kind_of_refusal(partial(load_checkpoint, directory, tag, model, topology=topology)))
         assert all(not tensor.any() for tensor in model.values())
     return outcomes
 
@@ -262,17 +224,13 @@ def test_loads_in_another_order_on_another_rank_are_refused(tmp_path: Path, same
 
 def a_save_against_a_load(rank: int, path: Path) -> str:
     """Rank 0 saves to one directory while rank 1 loads from another."""
-    from nxd_ckpt import Topology
-
-    saver = checkpointer(path / "one", rank, 2)
-    save(saver, "t", 0)
-    saver.close()
+    with checkpointer(path / "one", rank, 2) as saver:
+        save(saver, "t", 0)
     if rank == 0:
-        return outcome_in_thread(lambda: save(checkpointer(path / "two", rank, 2), "t", 1))
-    where = Topology(tp=2, rank=rank)
-    return outcome_in_thread(lambda: load_checkpoint(path / "one", model={}, topology=where))
+        return kind_of_refusal(lambda: save(checkpointer(path / "two", rank, 2), "t", 1))
+    return kind_of_refusal(lambda: load_checkpoint(path / "one", model={}, topology=Topology(tp=2, rank=rank)))
 
 
 def test_a_save_does_not_take_a_load_for_its_like(tmp_path: Path) -> None:
     """Both are refused, at once."""
-    assert [RanksDisagree.__name__] * 2 == Job(2, a_save_against_a_load, tmp_path, group=True).values()
+    assert ["RanksDisagree"] * 2 == Job(2, a_save_against_a_load, tmp_path, group=True).values()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nxd_ckpt import Checkpointer
-from tests.protocol.job import Job, until
+from tests.protocol.job import Job, lead_a_group, until
 from tests.protocol.states import checkpointer, save, saved_value, visible_tags
 
 
@@ -60,12 +60,6 @@ class Counted:
 
     def __call__(self, worker: int) -> None:
         (self._path / f"worker.{os.getpid()}").touch()
-
-
-def lead_a_group() -> None:
-    """This process may have children, as ranks of a launcher may, and one signal reaches all of them."""
-    os.setpgid(0, 0)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def gone(pid: int) -> bool:

@@ -29,6 +29,7 @@ from tests.protocol.job import Job, until
 from tests.protocol.states import PATIENCE, SHORT, lose_patience
 from tests.support.full_disks import FULL, PAGE, inodes_left, pages_left
 from tests.support.mounts import needs_mounts
+from tests.support.refusals import refusal
 
 pytestmark = needs_mounts("/dev/loop-control")
 
@@ -76,12 +77,8 @@ def saver_of(rank: int, path: Path, launch: str) -> Checkpointer:
 
 def outcome(saver: Checkpointer, step: int, nbytes: int = 0) -> str:
     """What becomes of a save of so many bytes for each rank."""
-    rank = saver.topology.rank
-    try:
-        saver.save(f"step_{step}", weights(step, rank, nbytes), user_content=step)
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"
+    model = weights(step, saver.topology.rank, nbytes)
+    return refusal(lambda: saver.save(f"step_{step}", model, user_content=step)) or "saved"
 
 
 def saves(rank: int, path: Path, large: int, patience: tuple[float, float], gates: Path | None = None) -> list[str]:

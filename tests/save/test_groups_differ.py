@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.live.state_names import groups_of
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
 
 
 def _made(rank: int, cut: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -25,10 +25,8 @@ def _made(rank: int, cut: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]
 def saved(rank: int, directory: Path, cut: bool) -> Any:
     model, optimizer = _made(rank, cut)
     with Checkpointer(directory) as checkpointer:
-        try:
-            checkpointer.save(1, model, optimizer)
-        except RanksDisagree as error:
-            return str(error)
+        if refused := refusal(lambda: checkpointer.save(1, model, optimizer)):
+            return refused
         again, other = _made(rank, cut)
         for group in other.param_groups:
             group["lr"] = 9.0

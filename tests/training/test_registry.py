@@ -1,6 +1,7 @@
 """A resumed run is the uninterrupted one, for every training object of the registry; and what is not, is said."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch
 from nxd_ckpt.testing import ResumeDiffers, check_resume
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
 from tests.training import imitations
 from tests.training.registry import CASES, OPTIMIZERS, OWN, Inner, Mixed, step
 
@@ -188,10 +190,8 @@ def _on_ranks(rank: int, names: list[str]) -> list[str]:
             fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
             return model, {**ON_RANKS, **ON_SHARDS}[name](model.parameters())
 
-        try:
-            check_resume(make, step, new_process=False)
-        except ResumeDiffers as error:
-            problems.append(f"{name}: {error}")
+        told = refusal(partial(check_resume, make, step, new_process=False))
+        problems += [f"{name}: {told}"] if told else []
     return problems
 
 

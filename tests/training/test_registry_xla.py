@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.testing import ResumeDiffers, check_resume
+from nxd_ckpt.testing import check_resume
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
 from tests.support.stateful import Object
 from tests.training import imitations
 from tests.training.model import zero1
@@ -56,10 +57,9 @@ def _on_xla(rank: int, names: list[str]) -> list[str]:
             settings = {"pin_layout": False, "save_master_weights": True}
             return model, zero1(list(model.parameters()), topology, settings, BASES[name])  # type: ignore[arg-type]
 
-        try:
-            check_resume(make, _step, save=_save, load=_load, steps=2, steps_after=2, new_process=False)
-        except ResumeDiffers as error:
-            problems.append(f"{name}: {error}")
+        how: Any = {"save": _save, "load": _load, "steps": 2, "steps_after": 2, "new_process": False}
+        told = refusal(partial(check_resume, make, _step, **how))
+        problems += [f"{name}: {told}"] if told else []
     return problems
 
 
@@ -178,10 +178,8 @@ def _of_ranks(rank: int) -> list[str]:
     problems = []
     for name, make in OF_RANKS.items():
         how: Any = {"save": _save_plainly, "load": _load_plainly, "new_process": False}
-        try:
-            check_resume(make, _own_step, steps=2, steps_after=2, **how)
-        except ResumeDiffers as error:
-            problems.append(f"{name}: {error}")
+        told = refusal(partial(check_resume, make, _own_step, steps=2, steps_after=2, **how))
+        problems += [f"{name}: {told}"] if told else []
     return problems
 
 

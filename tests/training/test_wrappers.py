@@ -116,9 +116,7 @@ def test_a_state_dict_of_a_wrapped_model_is_filled(tmp_path: Path) -> None:
     """From a tag with the model's own names."""
     model, _ = made("plain", 1)
     save_checkpoint(tmp_path, "t", model)
-    state: dict[str, Any] = {
-        name: value.clone() for name, value in WRAPPED["compiled DDP"]().state_dict().items()
-    }
+    state: dict[str, Any] = {name: value.clone() for name, value in WRAPPED["compiled DDP"]().state_dict().items()}
     load_checkpoint(tmp_path, "t", state)
     assert all(torch.equal(one, its) for one, its in zip(model.state_dict().values(), state.values(), strict=True))
 
