@@ -195,22 +195,14 @@ def test_a_tag_in_place_is_emptied_first(store: MemoryStorage) -> None:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_in_place_what_is_no_checkpoint_is_left_alone(store: MemoryStorage, resumes: bool) -> None:
+@pytest.mark.parametrize("keys", [[f"{TAG}/mine.txt", f"{TAG}/{DONE}"], [TAG]], ids=["directory", "file"])
+def test_in_place_what_is_no_checkpoint_is_left_alone(store: MemoryStorage, keys: list[str], resumes: bool) -> None:
     """Nothing of it is removed."""
-    for name in ("mine.txt", DONE):
-        store.write(f"{TAG}/{name}", b"mine")
+    for key in keys:
+        store.write(key, b"mine")
     with pytest.raises(SaveFailed, match="is not a checkpoint"):
         InPlace(ATTEMPT, TAG, overwrite=True, resumes=resumes).begin(session(store))
-    assert [b"mine", b"mine"] == [store.read(f"{TAG}/{name}") for name in ("mine.txt", DONE)]
-
-
-@pytest.mark.parametrize("answers", [[TAKEN], [None, TAKEN]], ids=["at once", "before it removes"])
-def test_a_job_that_was_taken_over_removes_nothing(store: MemoryStorage, answers: list[BaseException | None]) -> None:
-    """It asks again before it removes what is there: waiting may have taken long."""
-    whole(store)
-    with pytest.raises(DirectoryInUse):
-        InPlace(ATTEMPT, TAG, overwrite=True).begin(session(store, *answers))
-    assert store.is_file(f"{TAG}/{DONE}")
+    assert {b"mine"} == {store.read(key) for key in keys}
 
 
 def test_remains_of_an_earlier_save_are_removed_once_nobody_writes(

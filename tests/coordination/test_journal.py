@@ -135,15 +135,6 @@ def test_a_recovery_can_be_interrupted_anywhere(tmp_path: Path, renames: int) ->
     assert 3 < number < 39
 
 
-def test_a_death_before_the_swap_leaves_the_old_tag_alone(tmp_path: Path) -> None:
-    """A recovery that finds the old tag in place does not roll forward: nobody was told of the new one."""
-    storage = prepare(tmp_path, old=True)
-    assert dies(publish, storage, moved_out(tmp_path / "rehearsal"))
-    assert storage.is_file(JOURNAL)
-    journal.recover(storage)
-    assert {b"old"} == content(storage)
-
-
 @pytest.mark.parametrize("old", [False, True])
 def test_an_error_at_any_operation_is_undone_at_once(tmp_path: Path, old: bool) -> None:
     """A publication that raises has changed nothing; one that is through does not raise, whatever fails after."""
@@ -489,9 +480,7 @@ def test_a_job_that_begins_finishes_what_a_dead_one_left(tmp_path: Path) -> None
     assert {b"new"} == content(storage)
 
 
-def test_a_reader_leaves_the_replacement_of_a_live_job_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_leaves_the_replacement_of_a_live_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is finished once that job is over."""
     monkeypatch.setattr("nxd_ckpt.tag.choosing._SWAP_TAKES", 0.1)
     storage = interrupted(tmp_path)

@@ -145,20 +145,6 @@ def test_a_job_on_one_host_is_not_reached_from_others(
     assert not {"0.0.0.0", "::"} & set(addresses)
 
 
-def test_strangers_that_say_nothing_hold_up_nobody() -> None:
-    """Neither a rank that connects, nor that the end of one is noticed."""
-    hub = Rank0Connections(SECRET)
-    address = ("127.0.0.1", hub.address()["port"])
-    first = ConnectionToRank0(1, hub.address(), SECRET)
-    silent = [socket.create_connection(address) for _ in range(20)]
-    for number in range(2, 5):
-        ConnectionToRank0(number, hub.address(), SECRET).leave()
-        assert comes_true(lambda number=number: hub.is_gone(number))  # type: ignore[misc]
-    assert (False, False) == (hub.is_gone(1), first.is_gone(0))
-    for connection in silent:
-        connection.close()
-
-
 @pytest.mark.parametrize(
     "line",
     [b"nonsense\n", b"\xff\n", b"1\n", b"[[], 1]\n", b"[" * 200_000 + b"\n", b"x" * (2**20 + 2**16)],

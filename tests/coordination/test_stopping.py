@@ -36,7 +36,9 @@ def connected(world_size: int) -> list[Peers | None]:
     return [hub, *(ConnectionToRank0(rank, hub.address(), b"secret") for rank in range(1, world_size))]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.soak] if seed >= 10 else []) for seed in range(30)]
+)
 def test_all_stop_at_the_same_step(seed: int) -> None:
     """However far apart ranks may be, and where several are told at once; none hangs, none passes the step."""
     chance = random.Random(seed)

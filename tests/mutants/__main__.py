@@ -16,7 +16,10 @@ from typing import Any
 from tests.mutants.accepted import ACCEPTED
 from tests.support.reliability import REPOSITORY, commit, put, rows_of, table
 
-_COMMIT = ["tests/commit/test_commit.py", "tests/protocol/test_retention.py", "tests/protocol/test_store_tags.py"]
+_COMMIT = [
+    f"tests/{name}.py"
+    for name in ("commit/test_commit", "commit/test_publication", "protocol/test_retention", "protocol/test_store_tags")
+]
 _FILTERS = [
     f"tests/filters/{name}.py"
     for name in ("test_ignoring", "test_load", "test_save_ignore_keys", "test_shards", "test_stages")

@@ -61,15 +61,3 @@ def test_after_an_exception_other_ranks_get_a_short_grace_only(tmp_path: Path) -
     votes = tmp_path / ".nxd_ckpt" / "votes" / "a-1"
     assert ["rank_00000.vote.json"] == [file.name for file in votes.rglob("*.json")]
     assert [] == visible_tags(tmp_path)
-
-
-def test_the_with_statement_finishes_and_raises(tmp_path: Path) -> None:
-    """Leaving it waits for what is in flight, and raises what failed."""
-    ended = run(
-        tmp_path,
-        FAILING + 'with Checkpointer(path) as mine:\n    mine.save("one", state)\n'
-        '    mine.save("two", state, async_save=True)\n',
-    )
-    assert 1 == ended.returncode
-    assert "SaveFailed: save of 'two' failed" in ended.stderr.splitlines()[-1]
-    assert ["one"] == visible_tags(tmp_path)

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from nxd_ckpt.storage import local
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.local_files import LocalWriter
 from nxd_ckpt.testing.storage import Operation, failing, killing
-from tests.protocol.job import Died, Job, outcome_of
+from tests.protocol.job import Job, outcome_of
 from tests.protocol.states import PATIENCE, checkpointer, lose_patience, save, saved_value, visible_tags
 from tests.support.logged import logged
 
@@ -170,29 +169,6 @@ def test_failed_async_save_is_logged_at_once(tmp_path: Path) -> None:
         assert "No space left" in records[0]
 
 
-def saves_but(rank: int, path: Path, absent: int) -> Any:
-    """Two saves; the rank ``absent`` leaves out the second."""
-    saver = checkpointer(path, rank, 2)
-    save(saver, "first", 1)
-    if rank == absent:
-        signal.pause()
-    lose_patience(saver)
-    return outcome_of(lambda: save(saver, "second", 2))
-
-
-@pytest.mark.parametrize(("absent", "error"), [(1, SaveFailed), (0, OutcomeUnknown)])
-def test_a_live_rank_that_never_votes_is_not_waited_for_for_ever(
-    tmp_path: Path, absent: int, error: type[Exception]
-) -> None:
-    """Rank 0 says that the save failed and who is missing; without rank 0 nobody can say more than unknown."""
-    job = Job(2, saves_but, tmp_path, absent, group=True)
-    outcome = job.outcome(1 - absent)
-    job.kill_all()
-    assert error is type(outcome)
-    assert f"rank {absent}" in str(outcome)
-    assert ["first"] == visible_tags(tmp_path)
-
-
 def reports_of_a_slow_save(rank: int, path: Path, slow_rank: int) -> list[str]:
     """What ``slow_rank`` said of its progress before each chunk of its file, and at the end of it."""
     from nxd_ckpt.saving import writing
@@ -220,29 +196,6 @@ def test_a_slow_rank_reports_progress_while_it_writes(tmp_path: Path, slow_rank:
     assert len(found) > 2
     assert len(found) == len(set(found))
     assert ["first", "second"] == visible_tags(tmp_path)
-
-
-def dies_after_the_vote_of(rank: int, path: Path, victim: int) -> Any:
-    """The second save, in which ``victim`` dies as soon as it has voted. Nobody can wait for the timeout here."""
-    hook = killing("sync_dir", ".nxd_ckpt/votes/*-2") if rank == victim else None
-    saver = checkpointer(path, rank, 2, hook, timeout=3600)
-    save(saver, "first", 1)
-    return outcome_of(lambda: save(saver, "second", 2))
-
-
-def test_death_of_rank_0_leaves_the_outcome_unknown(tmp_path: Path) -> None:
-    """The others report in seconds, not after the timeout, that they cannot know; nothing is visible."""
-    died, outcome = Job(2, dies_after_the_vote_of, tmp_path, 0, group=True).outcomes()
-    assert (Died, OutcomeUnknown) == (type(died), type(outcome))
-    assert str(tmp_path / "second") in str(outcome)
-    assert ["first"] == visible_tags(tmp_path)
-
-
-def test_death_of_another_rank_after_its_vote_does_not_matter(tmp_path: Path) -> None:
-    """A voter's bytes are durable: rank 0 publishes without it."""
-    outcome, died = Job(2, dies_after_the_vote_of, tmp_path, 1, group=True).outcomes()
-    assert (None, Died) == (outcome, type(died))
-    assert 2 == saved_value(tmp_path, None, 2)
 
 
 def dies_while_writing(rank: int, path: Path, victim: int) -> Any:
@@ -278,28 +231,6 @@ def test_a_rank_that_died_before_a_load_is_reported_in_seconds(tmp_path: Path, v
     outcomes = Job(3, dies_before_a_load, tmp_path, victim, group=True).outcomes()
     survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
     assert [PeerTimeout] * 2 == [type(outcome) for outcome in survivors]
-
-
-def stops_itself(rank: int, path: Path, victim: int) -> Any:
-    """The second save, in which ``victim`` is stopped for longer than the end of a process takes to be believed."""
-
-    def stop(operation: Operation) -> None:
-        if operation.name == "create" and "-2/model/" in operation.key:
-            # The shell outlives the stop, and ends it.
-            subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    saver = checkpointer(path, rank, 2, stop if rank == victim else None, timeout=3600)
-    save(saver, "first", 1)
-    save(saver, "second", 2)
-    saver.close()
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_not_taken_for_dead(tmp_path: Path, victim: int) -> None:
-    """It goes on later, and the save is whole."""
-    Job(2, stops_itself, tmp_path, victim, group=True).values()
-    assert 2 == saved_value(tmp_path, None, 2)
 
 
 def test_a_full_disk_says_how_much_was_to_be_written(tmp_path: Path) -> None:

@@ -52,24 +52,26 @@ SAVES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
+LAUNCHERS = {
+    "WORLD_SIZE": "torchrun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PJRT_LOCAL_PROCESS_COUNT": "torch_xla.launch",
+}
+
+
 @pytest.mark.parametrize(
-    ("variable", "launcher"),
-    [
-        ("WORLD_SIZE", "torchrun"),
-        ("OMPI_COMM_WORLD_SIZE", "mpirun"),
-        ("SLURM_STEP_NUM_TASKS", "srun"),
-        ("PJRT_LOCAL_PROCESS_COUNT", "torch_xla.launch"),
-    ],
+    ("call", "variable"),
+    [*((call, "WORLD_SIZE") for call in SAVES), *(("save_checkpoint", variable) for variable in list(LAUNCHERS)[1:])],
 )
 def test_one_process_of_several_saves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path], Any], variable: str, launcher: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, variable: str
 ) -> None:
     """Else each rank would save its own model as the whole job's. The message says what is missing."""
     monkeypatch.setenv(variable, "4")
-    match = rf"^{variable}=4: this process is one of 4 .*{launcher}.*init_process_group\(\) before, or pass topology="
-    with pytest.raises(InvalidArgument, match=match):
-        save(tmp_path / "run")
+    says = rf"^{variable}=4: this process is one of 4 .*{LAUNCHERS[variable]}.*init_process_group\(\) before, or pass "
+    with pytest.raises(InvalidArgument, match=f"{says}topology="):
+        SAVES[call](tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

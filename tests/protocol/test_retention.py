@@ -1,7 +1,6 @@
 """Which tags there are after a save: order, overwriting, and how many are kept."""
 
 import errno
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,16 +93,6 @@ def test_what_is_no_checkpoint_is_never_removed(tmp_path: Path) -> None:
     assert {"c", "mine", "under_way"} == set(visible_tags(tmp_path))
 
 
-def test_checkpoints_of_nxd_are_retired_too(tmp_path: Path) -> None:
-    """A directory that neuronx_distributed began goes on: its tags are older than ours."""
-    for tag in ("nxd_1", "nxd_2"):
-        (tmp_path / tag / "model").mkdir(parents=True)
-        for marker in ("checkpoint", "done"):
-            (tmp_path / tag / marker).write_text("1")
-        time.sleep(0.02)
-    assert [["nxd_2", "a"], ["a", "b"]] == save_all(tmp_path, ["a", "b"], 2)
-
-
 def test_a_failed_save_removes_nothing(tmp_path: Path) -> None:
     """Retention comes after the new tag is visible and durable, not before."""
     hook = failing("rename", "*-2 -> b", OSError(errno.EIO, "Input/output error"))
@@ -123,9 +112,7 @@ def test_one_tag_is_removed_also_where_this_job_saves(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, tag, {"weight": torch.tensor([value])}, async_save=True)
     pin_checkpoint(tmp_path, "a")
     (tmp_path / "other").mkdir()
-    assert [False, False, True, False] == [
-        bool(remove_checkpoint(tmp_path, tag)) for tag in ("a", "other", "c", "c")
-    ]
+    assert [False, False, True, False] == [bool(remove_checkpoint(tmp_path, tag)) for tag in ("a", "other", "c", "c")]
     close_checkpointers()
     assert remove_checkpoint(tmp_path, "b")  # nobody saves there now
     assert ["a"] == visible_tags(tmp_path)

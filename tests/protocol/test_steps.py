@@ -228,15 +228,6 @@ def test_user_content_that_is_no_dict_is_named(tmp_path: Path, caplog: pytest.Lo
     assert "user_content= fills a dict, but a list was saved" in caplog.text
 
 
-def test_the_step_is_that_of_the_tag_that_was_loaded(tmp_path: Path) -> None:
-    """Though a later one was there, which is damaged."""
-    with Checkpointer(tmp_path) as saver:
-        for step in (1, 2):
-            saver.save(step, state(step))
-        damage(tmp_path / "step_2")
-        assert 1 == saver.load_latest(state(0), fallback=True)
-
-
 def test_a_tag_that_tells_no_step_is_refused(tmp_path: Path) -> None:
     """What to do instead is said."""
     with Checkpointer(tmp_path) as saver:

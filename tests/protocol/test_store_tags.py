@@ -3,18 +3,15 @@
 import io
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, load_checkpoint
-from nxd_ckpt.errors import InvalidArgument, SaveFailed
 from nxd_ckpt.tag.choosing import choose_tag
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing, recording
-from tests.protocol.stores import Process, complete_tags, value_in, values
+from tests.protocol.stores import Process, complete_tags, value_in
 
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 
@@ -54,49 +51,6 @@ def test_done_comes_last_and_goes_first(store: MemoryStorage, job: Process) -> N
     assert [1] * len(steps) == [done.count(step) for step in steps]
     assert [] == [(one, other) for one, other in pairwise(steps) if done.index(one) > done.index(other)]
     assert [] == [key for name, key in done if name == "write" and key.startswith(".nxd_ckpt/votes")]
-
-
-@pytest.mark.parametrize("overwrite", [None, False])
-def test_a_tag_is_not_saved_over_unasked(store: MemoryStorage, job: Process, overwrite: bool | None) -> None:
-    """The error says how to ask; an async save reports it like any other failure; asked, it is replaced."""
-    assert None is job.save("t", 1)
-    error = job.save("t", 2, overwrite=overwrite)
-    assert SaveFailed is type(error)
-    assert "overwrite=True" in str(error)
-    pending = job.saver.save("t", {"weight": torch.ones(1)}, async_save=True, overwrite=overwrite)
-    with pytest.raises(SaveFailed, match="t exists"):
-        pending.wait()
-    assert {"t": 1} == values(store)
-    assert None is job.save("t", 3, overwrite=True)
-    assert {"t": 3} == values(store)
-    job.end()
-
-
-def test_what_is_no_checkpoint_is_left_alone(store: MemoryStorage, job: Process) -> None:
-    """Files of others in a directory of the tag's name stay; a file of its name is refused, also with overwrite=True.
-    """
-    store.write("notes/diary.txt", b"dear diary")
-    store.write("readme", b"read me")
-    assert None is job.save("notes", 1, overwrite=True)
-    error = job.save("readme", 1, overwrite=True)
-    assert SaveFailed is type(error)
-    assert "not a checkpoint" in str(error)
-    assert (b"dear diary", b"read me") == (store.read("notes/diary.txt"), store.read("readme"))
-    job.end()
-
-
-def test_overwrite_false_refuses_on_a_file_system(tmp_path: Path) -> None:
-    """By default and with True a tag is replaced, with False refused, and nothing else will do."""
-    with Checkpointer(tmp_path) as saver:
-        for value, overwrite in enumerate([False, None, True]):
-            saver.save("t", {"weight": torch.tensor([value])}, overwrite=overwrite)
-        with pytest.raises(SaveFailed, match=r"t exists.*pass overwrite=True$"):
-            saver.save("t", {"weight": torch.tensor([9])}, overwrite=False)
-        with pytest.raises(InvalidArgument, match="overwrite must be"):
-            saver.save("t", {"weight": torch.tensor([9])}, overwrite="perhaps")  # type: ignore[arg-type]
-    model: dict[str, torch.Tensor] = {}
-    load_checkpoint(tmp_path, "t", model)
-    assert 2 == int(model["weight"])
 
 
 def test_a_listing_asks_little_of_each_tag(store: MemoryStorage, job: Process) -> None:
