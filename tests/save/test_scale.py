@@ -92,18 +92,6 @@ def test_a_commit_costs_the_same_whatever_the_number_of_ranks(tmp_path: Path) ->
     assert costs[0] == costs[1]
 
 
-def test_rank_0_does_not_read_back_what_it_wrote(tmp_path: Path) -> None:
-    """The parameters that go into the manifest are those of its own index, which is never opened again."""
-    log: list[Operation] = []
-    storage = HookedStorage(LocalStorage(tmp_path, durable=False), recording(log))
-    with Checkpointer(tmp_path, storage=storage) as checkpointer:
-        checkpointer.save("t", {"weight": torch.ones(3)})
-    assert [] == [operation for operation in log if operation.name == "read" and "/index/" in operation.key]
-    manifest = open_complete_tag(storage, "t").manifest
-    assert manifest is not None
-    assert ["weight"] == list(manifest.parameters)
-
-
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """xser tags of 4 and of 40 tensors, and the moments of each, written by two ranks; by their number."""
@@ -201,12 +189,3 @@ def test_planning_leaves_the_garbage_collector_as_it_was(shared: dict[int, Path]
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-def test_other_sizes_still_load_bit_for_bit(shared: dict[int, Path]) -> None:
-    """From files that were not opened before."""
-    state: dict[str, Any] = {}
-    load_checkpoint(shared[40], "t", state, topology=Topology(dp=3, rank=1))
-    assert {name: tensor.tolist() for name, tensor in model_of(40).items()} == {
-        name: tensor.tolist() for name, tensor in state.items()
-    }

@@ -17,7 +17,7 @@ from nxd_ckpt.commit.session import forget_slots, writing_slot
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import try_lock
 from nxd_ckpt.testing.storage import HookedStorage, Operation
-from tests.protocol.job import Job, until
+from tests.protocol.job import Job
 from tests.support.clock import Clock
 
 
@@ -160,34 +160,3 @@ def test_without_a_limit_no_slot_is_taken(run_id: str) -> None:
     with writing_slot(run_id, None, 0.0) as one, writing_slot(run_id, None, 0.0) as other:
         one()
         other()
-
-
-def stuck_writer(rank: int, path: Path, run_id: str) -> str:
-    """Rank 0's disk hangs in its first write, while rank 1 waits for the one slot."""
-
-    stuck = path.with_name("stuck")
-
-    def hook(operation: Operation) -> None:
-        if rank == 0 and operation.name == "write_at":
-            stuck.touch()
-            signal.pause()
-
-    topology, timeout = Topology(tp=2, rank=rank), [600.0, 1.0][rank]
-    saver = Checkpointer(
-        path, topology=topology, storage=HookedStorage(LocalStorage(path), hook), run_id=run_id, timeout=timeout
-    )
-    if rank == 1:
-        until(stuck.exists)  # rank 0 has the slot then
-    try:
-        saver.save("t", {"weight": torch.ones(3)}, num_workers=1)
-    except Exception as error:
-        return str(error)
-    return "saved"
-
-
-def test_a_rank_that_waits_for_a_stuck_one_reports_it(tmp_path: Path, run_id: str) -> None:
-    """It does not hang with it."""
-    job = Job(2, stuck_writer, tmp_path / "ckpt", run_id)
-    outcome = job.outcome(1)
-    job.kill_all()
-    assert "writing slots" in outcome

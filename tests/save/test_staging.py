@@ -88,39 +88,6 @@ def test_a_tensor_beyond_the_cap_needs_a_block(tmp_path: Path) -> None:
         plan_waves(planned([[2 * MIB]]), MIB)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
-        torch.arange(24)[::2],
-        torch.arange(6.0).expand(4, 6),
-        torch.randn(5).bfloat16(),
-        torch.randn(5, dtype=torch.complex64).conj(),
-        torch.tensor(True),
-        torch.nn.Parameter(torch.ones(3)),
-        torch.randn(4).to(torch.float8_e4m3fn),
-    ],
-    ids=["permuted", "strided", "expanded", "bfloat16", "conjugate", "bool", "parameter", "float8"],
-)
-def test_any_tensor_is_written_as_torch_reads_it(tmp_path: Path, tensor: torch.Tensor, threads: Executor) -> None:
-    """Views are stored tight, with their values, dtype and shape."""
-    storage = LocalStorage(tmp_path)
-    files = [PlannedFile("x.pt", image_of({"t": tensor}))]
-    (wave,) = plan_waves(files, MIB)
-    writer = FileWriter(storage, "tag", files, lambda nbytes: None, threads)
-    writer.write(wave, Stager(Arena(MIB)).stage(files, wave))
-    writer.finish()
-    found = torch.load(tmp_path / "tag" / "x.pt", weights_only=True)["t"]
-    assert tensor.dtype == found.dtype
-    assert tensor.shape == found.shape
-    assert torch.equal(_bits(tensor), _bits(found))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's values, in order."""
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-
-
 class Counted(SavePace):
     """A pace that nobody has to keep to."""
 
@@ -177,11 +144,3 @@ def test_a_file_that_cannot_be_synced_later_is_named_and_removed(
 def _fail(path: str) -> None:
     if path.endswith("1.pt"):
         raise OSError("the disk failed")
-
-
-def test_a_file_that_is_not_finished_is_refused(tmp_path: Path) -> None:
-    """A short file is noticed when it is closed, not by whoever reads it."""
-    writer = LocalStorage(tmp_path).create("x", 10)
-    writer.write_at(0, b"12345")
-    with pytest.raises(OSError, match="wrote 5 bytes, expected 10"):
-        writer.close()

@@ -6,12 +6,11 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, PendingSave, Topology, open_checkpoint
+from nxd_ckpt import Checkpointer, PendingSave, open_checkpoint
 from nxd_ckpt.errors import InvalidArgument, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -110,19 +109,6 @@ def test_no_thread_is_left_after_an_exception(tmp_path: Path) -> None:
     assert () == verify_checkpoint(tmp_path, "t").problems
 
 
-def test_large_and_small_files_at_once(tmp_path: Path) -> None:
-    """Those that are digested ahead share the threads with those that are written whole, in waves too."""
-    sizes = [10, 3_000_000, 20, 1_500_000, 0, 30, 2_000_000, *range(40)]
-    model = {f"w{number}": torch.rand(size) for number, size in enumerate(sizes)}
-    with Checkpointer(tmp_path, durable=False, memory_cap=9 * 2**20) as saver:
-        for tag in ("first", "second"):
-            saver.save(tag, model, use_xser=True, async_save=True)
-    for tag in ("first", "second"):
-        assert () == verify_checkpoint(tmp_path, tag).problems
-        found = open_checkpoint(tmp_path, tag).model_state()
-        assert all(torch.equal(value, found[name]) for name, value in model.items())
-
-
 async def awaited(pending: PendingSave) -> None:
     await pending
 
@@ -164,21 +150,6 @@ def test_only_what_nobody_waits_for_is_limited(tmp_path: Path) -> None:
         with pytest.raises(concurrent.futures.TimeoutError):
             next(concurrent.futures.as_completed([pending], timeout=0.15))
     assert () == verify_checkpoint(tmp_path, "slow").problems
-
-
-@pytest.mark.usefixtures("no_new_threads")
-def test_two_ranks_share_the_files(tmp_path: Path) -> None:
-    """Each writes its own part with its own threads, in one process here."""
-    model = weights(5.0)
-    given: dict[str, Any] = {"run_id": "run", "durable": False, "timeout": 20.0}
-    savers = [Checkpointer(tmp_path, topology=Topology(dp=2, rank=rank), **given) for rank in range(2)]
-    for tag in ("first", "second"):
-        for save in [saver.save(tag, model, use_xser=True, async_save=True) for saver in savers]:
-            save.wait()
-    for saver in savers:
-        saver.close()
-    found = open_checkpoint(tmp_path, "second").model_state()
-    assert all(torch.equal(value, found[name]) for name, value in model.items())
 
 
 PROGRAM = """
