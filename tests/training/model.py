@@ -38,15 +38,12 @@ class Setup:
     dropout: float = 0.0
     zero_grad_first: bool = False
     seed: int = 1
-    capturable: bool = False
     constant: bool = False
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     def topology(self, rank: int) -> Topology:
         sizes = dict(self.sizes)
-        return Topology(
-            sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("ep", 1), rank=rank
-        )
+        return Topology(sizes.get("dp", 1), sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("ep", 1), rank=rank)
 
 
 def _groups(topology: Topology, key: Callable[[Topology], Any]) -> list[list[int]]:

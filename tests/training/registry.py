@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler as lr
 
-from tests.training import imitations, schedules
+from tests.training import imitations
 
 Tensor = torch.Tensor
 Model = nn.Module
@@ -111,10 +111,25 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    **schedules.SCHEDULERS,
     "LambdaLR": lambda optimizer: lr.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda optimizer: lr.MultiplicativeLR(optimizer, lambda step: 0.9),
     "StepLR": lambda optimizer: lr.StepLR(optimizer, 2, 0.8),
+    "MultiStepLR": lambda optimizer: lr.MultiStepLR(optimizer, [1, 2, 4], 0.5),
     "ConstantLR": lambda optimizer: lr.ConstantLR(optimizer, total_iters=4),
+    "LinearLR": lambda optimizer: lr.LinearLR(optimizer, total_iters=4),
+    "ExponentialLR": lambda optimizer: lr.ExponentialLR(optimizer, 0.8),
+    "PolynomialLR": lambda optimizer: lr.PolynomialLR(optimizer, 9),
+    "CosineAnnealingLR": lambda optimizer: lr.CosineAnnealingLR(optimizer, 9),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr.CosineAnnealingWarmRestarts(optimizer, 2),
+    "OneCycleLR": lambda optimizer: lr.OneCycleLR(optimizer, max_lr=0.3, total_steps=9),
+    "CyclicLR": lambda optimizer: lr.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+    "ReduceLROnPlateau": lambda optimizer: lr.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+    "SequentialLR": lambda optimizer: lr.SequentialLR(
+        optimizer, [lr.LinearLR(optimizer, total_iters=3), lr.CosineAnnealingLR(optimizer, 9)], [3]
+    ),
+    "ChainedScheduler": lambda optimizer: lr.ChainedScheduler(
+        [lr.ConstantLR(optimizer, total_iters=3), lr.ExponentialLR(optimizer, 0.8)]
+    ),
     "SWALR": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=4),
 }
 

@@ -93,7 +93,8 @@ UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
     "of layout torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
     "of dtype torch.qint8": lambda: torch.quantize_per_tensor(torch.ones(8), 1.0, 0, torch.qint8),
     "on the meta device": lambda: torch.empty(2, device="meta"),
-    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "a nested tensor.*unbind": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "a .*FakeTensor": lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.ones(2)),
 }
 
