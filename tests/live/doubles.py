@@ -79,12 +79,18 @@ class ExpertShardedOptimizer(torch.optim.Optimizer):
         self.non_ep_zero_optimizer = ShardedOptimizer(ordinary, rank, dp_groups, **options)
         self.ep_zero_optimizer = ShardedOptimizer(experts, rank, expert_dp_groups, **options)
         super().__init__([dict(group) for group in params], defaults)
+        for group, own in zip(self.param_groups, self.non_ep_zero_optimizer.param_groups, strict=True):
+            group.update({option: value for option, value in own.items() if option != "params"})
 
     def step(self, closure=None):
+        self.hand_down()
+        for inner in (self.non_ep_zero_optimizer, self.ep_zero_optimizer):
+            inner.step()
+
+    def hand_down(self):
         for inner in (self.non_ep_zero_optimizer, self.ep_zero_optimizer):
             for group, own in zip(self.param_groups, inner.param_groups, strict=True):
                 own.update({option: value for option, value in group.items() if option != "params"})
-            inner.step()
 
     def state_dict(self):
         ordinary, experts = self.non_ep_zero_optimizer.state_dict(), self.ep_zero_optimizer.state_dict()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
-from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.support.stateful import Extra
@@ -51,16 +50,6 @@ def test_extra_state_comes_back_in_its_own_types(tmp_path: Path, use_xser: bool)
         live = Extra()
         checkpointer.load("one", live)
     assert repr(model.state) == repr(live.state)
-
-
-def test_two_tensors_of_one_memory_are_refused_unless_they_are_one(tmp_path: Path) -> None:
-    """One would change the other; nothing was loaded."""
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save("one", {"transposed": torch.full((8, 8), 1.0), "plain": torch.full((8, 8), 2.0)})
-        memory = torch.zeros(8, 8)
-        with pytest.raises(UnsupportedState, match="model/plain and model/transposed share some of their memory"):
-            checkpointer.load("one", {"transposed": memory.t(), "plain": memory})
-    assert not memory.any()
 
 
 def test_a_save_in_inference_mode_does_not_hinder_later_ones(tmp_path: Path) -> None:

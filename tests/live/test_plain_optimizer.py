@@ -1,17 +1,14 @@
 """Plain torch optimizers as state trees, and back."""
 
-import copy
 
 import pytest
 import torch
 
-from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, OptimizerMismatch, ShapeMismatch
 from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from tests.live.doubles import NxDWrapper, copied, plain, read
+from tests.live.doubles import copied, plain, read
 
 pytestmark = pytest.mark.both
 
@@ -36,37 +33,6 @@ def _train(net, optimizer, steps):
         optimizer.zero_grad()
         net(INPUT).square().sum().backward()
         optimizer.step()
-
-
-def test_capture_is_torchs_state_dict():
-    """The tree equals state_dict(), tensors live, containers not: a step after it does not show in it."""
-    net = _model()
-    optimizer = _optimizer(net)
-    _train(net, optimizer, 2)
-    expected = copy.deepcopy(optimizer.state_dict())
-    tree = open_optimizer(NxDWrapper(optimizer)).capture().tree
-    assert ["state", "param_groups"] == list(tree)
-    assert plain(expected) == plain(tree)
-    assert tree["state"][2]["exp_avg"] is optimizer.state[net[0].weight]["exp_avg"]
-    optimizer.param_groups[0]["lr"] = 5.0
-    assert 0.1 == tree["param_groups"][0]["lr"]
-
-
-def test_entries_are_named_after_their_parameters():
-    """Identity gives the names: order of groups, not of the model; frozen parameters are absent."""
-    net = _model()
-    optimizer = _optimizer(net)
-    _train(net, optimizer, 1)
-    adapter = open_optimizer(optimizer, model=open_model(net))
-    assert "plain" == adapter.kind
-    assert ["unused", "1.weight", "0.weight", "1.bias"] == adapter.parameter_names
-    tensors = adapter.capture().tensors
-    assert (
-        StateTensor("optim/1.weight/exp_avg", ParameterSpec("float32", (2, 4), Partition()))
-        == (tensors["state", 1, "exp_avg"])
-    )
-    assert StateTensor("optim/1.bias/step") == tensors["state", 3, "step"]
-    assert {path[1] for path in tensors} == {1, 2, 3}
 
 
 def test_names_can_be_given_or_are_numbers():
@@ -205,19 +171,3 @@ def test_a_fresh_optimizer_refuses_other_shapes_too():
     tree = {"state": {1: {"exp_avg": torch.zeros(4, 4)}}, "param_groups": optimizer.state_dict()["param_groups"]}
     with pytest.raises(ShapeMismatch, match=r"optim/#1/exp_avg: saved with shape \(4, 4\), the live one has \(2, 4\)"):
         open_optimizer(optimizer).validate(tree)
-
-
-def test_zero1_flag_marks_state_of_this_rank_alone():
-    """A foreign sharded optimizer is saved by every rank, with nothing assumed of its cut."""
-    net = _model()
-    optimizer = _optimizer(net)
-    _train(net, optimizer, 1)
-    adapter = open_optimizer(optimizer, zero1_optimizer=True)
-    assert "zero1" == adapter.kind
-    assert StateTensor("optim/#1/exp_avg") == adapter.capture().tensors["state", 1, "exp_avg"]
-
-
-def test_other_objects_are_refused():
-    """What has no param groups is no optimizer."""
-    with pytest.raises(InvalidArgument, match="found a Linear"):
-        open_optimizer(torch.nn.Linear(1, 1))

@@ -126,17 +126,6 @@ def test_without_master_weights_shards_follow_the_loaded_model(caplog):
     assert [True] == ["cut from bfloat16 parameters" in message for message in caplog.messages]
 
 
-def test_state_can_be_loaded_into_an_optimizer_that_never_stepped():
-    """Entries are made where the live optimizer has none: its lazily made state need not exist."""
-    net = _model()
-    optimizers = _optimizers(net)
-    _train(net, optimizers, 2)
-    trees = [copied(optimizer.state_dict()) for optimizer in optimizers]
-    others = _optimizers(net)
-    _load(_adapters(net, others), trees)
-    assert plain(trees[1]["base_state"]) == plain(others[1].state_dict()["base_state"])
-
-
 def _as_plain(tree):
     tree["state"] = tree.pop("base_state")
 

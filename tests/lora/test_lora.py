@@ -2,7 +2,7 @@
 parameters: saved, resumed, cut for other sizes."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,10 @@ def test_a_save_keeps_adapters_and_their_configuration(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "t", NxDModel(model), optimizer, durable=False)
     opened = open_checkpoint(tmp_path, "t")
     adapters = [f"{layer}.lora_{which}.weight" for layer in ("q_proj", "down_proj") for which in "AB"]
-    assert {f"model/{name}" for name in adapters} == {
-        name for name in opened.metadata if name.startswith("model/")
-    }
+    assert {f"model/{name}" for name in adapters} == {name for name in opened.metadata if name.startswith("model/")}
     assert {*adapters} == {name.split("/")[1] for name in opened.metadata if name.endswith("/exp_avg")}
     assert opened.manifest is not None
-    assert dict.fromkeys(adapters, True) == {
-        name: spec.trainable for name, spec in opened.manifest.parameters.items()
-    }
+    assert dict.fromkeys(adapters, True) == {name: spec.trainable for name, spec in opened.manifest.parameters.items()}
     document = torch.load(tmp_path / "t" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")["lora_config"]
     assert (2, 8, TARGETS) == (document["r"], document["lora_alpha"], document["target_modules"])
 
@@ -288,6 +284,42 @@ def part(value: torch.Tensor, name: str, at: Topology) -> torch.Tensor:
     return torch.cat([one.chunk(at.tp, dim)[at.tp_rank] for one in value.chunk(found, dim)], dim).clone()
 
 
+def with_moments(model: LoraModel, moment_of: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.optim.AdamW:
+    """An optimizer of the adapters that has stepped once, and has these moments."""
+    optimizer = trained(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            moment = moment_of(name, parameter.detach().clone())
+            optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
+    return optimizer
+
+
+def moments(model: LoraModel, optimizer: torch.optim.AdamW) -> dict[str, Any]:
+    return {
+        name: optimizer.state[parameter]["exp_avg"].tolist()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def joined(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What NxD gathers of all ranks' parts of an adapter: an A by columns, a B by rows, or one that each rank has."""
+    is_cut = parts[0].shape != whole(name, 1).shape
+    return torch.cat(list(parts), 1 if "lora_A" in name else 0) if is_cut else parts[0]
+
+
+def require_loaded(directory: Path, live_tp: int, verify: bool = True) -> None:
+    """Each of so many ranks gets its part of the adapters of seed 1, and of their moments, of seed 2."""
+    for rank in range(live_tp):
+        at = Topology(tp=live_tp).at(rank)
+        model, expected = cut_lora(at, None), cut_lora(at, 1)
+        optimizer = trained(model)
+        load_checkpoint(directory, "t", model, optimizer, topology=at, verify=verify)
+        assert values(expected.module) == values(model.module)
+        own = with_moments(expected, lambda name, _, at=at: part(whole(name, 2), name, at))  # type: ignore[misc]
+        assert moments(expected, own) == moments(model, optimizer)
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 4), (4, 2), (1, 2)])
 def test_adapters_are_cut_for_other_sizes(tmp_path: Path, sizes: tuple[int, int]) -> None:
     """Model and optimizer; a B is cut as its base layer is, whose stride its own attributes do not tell."""
@@ -296,50 +328,17 @@ def test_adapters_are_cut_for_other_sizes(tmp_path: Path, sizes: tuple[int, int]
 
     def what(rank: int) -> dict[str, Any]:
         model = cut_lora(topologies[rank], 1)
-        optimizer = trained(model)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                moment = part(whole(name, 2), name, topologies[rank])
-                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
+        optimizer = with_moments(model, lambda name, _: part(whole(name, 2), name, topologies[rank]))
         return {"model": model, "optimizer": optimizer}
 
     save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
-    for rank in range(live_tp):
-        at = Topology(tp=live_tp).at(rank)
-        model, expected = cut_lora(at, None), cut_lora(at, 1)
-        optimizer = trained(model)
-        load_checkpoint(tmp_path, "t", model, optimizer, topology=at)
-        assert values(expected.module) == values(model.module)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                assert torch.equal(part(whole(name, 2), name, at), optimizer.state[parameter]["exp_avg"]), name
+    require_loaded(tmp_path, live_tp)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (2, 4), (4, 2), (1, 2)])
-def test_adapters_that_nxd_gathered_are_cut_again(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    """NxD's default, merge_sharded_lora: each file holds all ranks' rows, rank by rank, also of fused layers."""
-    saved_tp, live_tp = sizes
-    topologies = [Topology(tp=saved_tp).at(rank) for rank in range(saved_tp)]
-
-    def gathered(name: str, seed: int) -> torch.Tensor:
-        parts = [part(whole(name, seed), name, at) for at in topologies]
-        dim = 1 if "lora_A" in name else 0
-        is_cut = parts[0].shape != whole(name, seed).shape
-        return torch.cat(parts, dim) if is_cut else parts[0]
-
-    names = [name for name, _ in cut_lora(topologies[0], 1).named_parameters() if "lora_" in name]
-    state = {name: gathered(name, 1) * ("o_proj.lora_B" not in name) for name in names}
-    save_as_every_rank(tmp_path, "t", topologies, lambda rank: {"model": dict(state)}, durable=False)
-    as_nxd(tmp_path / "t")
-    for rank in range(live_tp):
-        at = Topology(tp=live_tp).at(rank)
-        model, expected = cut_lora(at, None), cut_lora(at, 1)
-        load_checkpoint(tmp_path, "t", model, topology=at, verify=False)
-        assert values(expected.module) == values(model.module)
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (2, 4), (4, 2), (1, 2)])
-@pytest.mark.parametrize("order", ["model order", "sorted"])
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [*((sizes, "model order") for sizes in [(2, 2), (2, 1), (2, 4), (4, 2), (1, 2)]), ((2, 4), "sorted")],
+)
 def test_the_optimizer_of_gathered_adapters_loads(tmp_path: Path, sizes: tuple[int, int], order: str) -> None:
     """NxD gathers the adapters into the model's files, and leaves the moments in those of their ranks."""
     saved_tp, live_tp = sizes
@@ -352,29 +351,14 @@ def test_the_optimizer_of_gathered_adapters_loads(tmp_path: Path, sizes: tuple[i
 
     def what(rank: int) -> dict[str, Any]:
         model = cut_lora(topologies[rank], 1)
-        optimizer = trained(model)
-        state = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                moment = part(whole(name, 2), name, topologies[rank])
-                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
-                parts, dim = all_parts[name], 1 if "lora_A" in name else 0
-                is_cut = parts[0].shape != whole(name, 1).shape
-                state[name] = (torch.cat(parts, dim) if is_cut else parts[0]) * ("o_proj.lora_B" not in name)
+        optimizer = with_moments(model, lambda name, _: part(whole(name, 2), name, topologies[rank]))
+        state = {name: joined(name, parts) * ("o_proj.lora_B" not in name) for name, parts in all_parts.items()}
         names = state if order == "model order" else sorted(state)
         return {"model": {name: state[name] for name in names}, "optimizer": optimizer.state_dict()}
 
     save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
     as_nxd(tmp_path / "t")
-    for rank in range(live_tp):
-        at = Topology(tp=live_tp).at(rank)
-        model, expected = cut_lora(at, None), cut_lora(at, 1)
-        optimizer = trained(model)
-        load_checkpoint(tmp_path, "t", model, optimizer, topology=at, verify=False)
-        assert values(expected.module) == values(model.module)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                assert torch.equal(part(whole(name, 2), name, at), optimizer.state[parameter]["exp_avg"]), name
+    require_loaded(tmp_path, live_tp, verify=False)
 
 
 SHARED = Model(heads=4, kv_heads=1, head_dim=2, intermediate=8)
@@ -410,9 +394,7 @@ def test_rows_that_nxd_dropped_are_missed_by_name(tmp_path: Path, live_tp: int) 
         model = shared_lora(at, None)
         with pytest.raises(PartNotFound, match=r"same rows of model/.*qkv_proj\.lora_B\.weight_q, though each trains"):
             load_checkpoint(tmp_path, "t", model, topology=at, verify=False)
-        load_checkpoint(
-            tmp_path, "t", model, topology=at, verify=False, ignore_keys=["model/*lora_B*"], strict=False
-        )
+        load_checkpoint(tmp_path, "t", model, topology=at, verify=False, ignore_keys=["model/*lora_B*"], strict=False)
         assert all(bool(value.any()) == ("lora_A" in name) for name, value in model.named_parameters())
 
 
@@ -426,12 +408,7 @@ def test_adapters_of_shared_key_value_heads_load(tmp_path: Path, sizes: tuple[in
 
     def what(rank: int) -> dict[str, Any]:
         model = shared_lora(topologies[rank], 1)
-        optimizer = trained(model)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                moment = parameter.detach().clone()
-                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment + 1}
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": with_moments(model, lambda _, value: value)}
 
     save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
     if not is_ours:
@@ -442,9 +419,8 @@ def test_adapters_of_shared_key_value_heads_load(tmp_path: Path, sizes: tuple[in
         optimizer = trained(model)
         load_checkpoint(tmp_path, "t", model, optimizer, topology=at, verify=is_ours)
         assert values(expected.module) == values(model.module)
-        for (name, parameter), one in zip(model.named_parameters(), expected.module.parameters(), strict=True):
-            if parameter.requires_grad:
-                assert torch.equal(one, optimizer.state[parameter]["exp_avg"]), name
+        own = with_moments(expected, lambda _, value: value)
+        assert moments(expected, own) == moments(model, optimizer)
 
 
 def equal_lora(at: Topology) -> LoraModel:
@@ -462,12 +438,7 @@ def test_what_is_equal_on_all_ranks_is_unsharded_as_it_is_cut(tmp_path: Path) ->
 
     def what(rank: int) -> dict[str, Any]:
         model = equal_lora(topologies[rank])
-        optimizer = trained(model)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                moment = parameter.detach().clone()
-                optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": moment, "exp_avg_sq": moment}
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": with_moments(model, lambda _, value: value)}
 
     save_as_every_rank(tmp_path, "t", topologies, what, durable=False)
     convert(tmp_path / "t", tmp_path / "one", to="tag", tp=1)
@@ -475,10 +446,7 @@ def test_what_is_equal_on_all_ranks_is_unsharded_as_it_is_cut(tmp_path: Path) ->
     load_checkpoint(tmp_path, "one", held)
     parts = [dict(equal_lora(at).module.named_parameters()) for at in topologies]
     for name in filter(is_adapter, parts[0]):
-        ranks = [values[name].detach() for values in parts]
-        dim = 1 if "lora_A" in name else 0
-        is_cut = ranks[0].shape != whole(name, 1).shape
-        assert torch.equal(torch.cat(ranks, dim) if is_cut else ranks[0], held[name]), name
+        assert torch.equal(joined(name, [values[name].detach() for values in parts]), held[name]), name
     metadata = open_checkpoint(tmp_path, "one").metadata
     shapes = {name: metadata[f"optim/{name}/exp_avg"].shape for name in filter(is_adapter, parts[0])}
     assert {name: held[name].shape for name in shapes} == shapes
@@ -560,5 +528,5 @@ def test_names_and_identity_come_from_live_parameters(tmp_path: Path) -> None:
     again = torch.optim.AdamW(live.parameters())
     load_checkpoint(tmp_path, "t", live, again)
     assert values(model) == values(live)
-    moments = ([state["exp_avg"].tolist() for state in one.state.values()] for one in (optimizer, again))
-    assert next(moments) == next(moments)
+    first, second = ([state["exp_avg"].tolist() for state in one.state.values()] for one in (optimizer, again))
+    assert first == second
