@@ -10,13 +10,11 @@ import torch
 from examples.train_accelerate import main
 from nxd_ckpt import effects, open_checkpoint
 from nxd_ckpt.errors import (
-    CorruptCheckpoint,
     IncompatibleState,
     InvalidArgument,
     KeyMismatch,
     MalformedFile,
     OptimizerMismatch,
-    ShapeMismatch,
 )
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.tag.verify import verify_checkpoint
@@ -161,42 +159,6 @@ def test_other_objects_are_refused_before_anything_changes(what: str, more: bool
     assert before == weights(loads)
 
 
-def test_damage_to_any_model_leaves_all_as_they_were(tmp_path: Path) -> None:
-    """Also where the first one's tag is good."""
-    job = Job(tmp_path)
-    job.accelerator.prepare(torch.nn.Linear(2, 2))
-    place = job.accelerator.save_state()
-    job.accelerator.end_training()
-    (file,) = Path(place, "model").glob("*.pt")
-    weight = next(job.accelerator._models[1].parameters()).detach()
-    file.write_bytes(file.read_bytes().replace(weight.numpy().tobytes(), bytes(weight.nbytes)))
-    with torch.no_grad():
-        before = [parameter.fill_(7.0).tolist() for parameter in job.model.parameters()]
-    with pytest.raises(CorruptCheckpoint, match=r"model_1\.weight"):
-        job.accelerator.load_state(place)
-    assert before == [parameter.tolist() for parameter in job.model.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("second", "kind"),
-    [(torch.nn.Linear(2, 2, bias=False), KeyMismatch), (torch.nn.Linear(3, 2), ShapeMismatch)],
-    ids=["names", "shapes"],
-)
-def test_a_further_model_that_does_not_fit_leaves_all_as_they_were(second: Any, kind: Any, tmp_path: Path) -> None:
-    """Also those before it, which fit."""
-    job = Job(tmp_path)
-    job.accelerator.prepare(torch.nn.Linear(2, 2))
-    place = job.accelerator.save_state()
-    job.accelerator.end_training()
-    other = Job(tmp_path)
-    other.accelerator.prepare(second)
-    with torch.no_grad():
-        before = [parameter.fill_(7.0).tolist() for parameter in other.model.parameters()]
-    with pytest.raises(kind):
-        other.accelerator.load_state(place)
-    assert before == [parameter.tolist() for parameter in other.model.parameters()]
-
-
 @pytest.mark.parametrize(
     ("changed", "kind"),
     [({"mixed_precision": "bf16"}, IncompatibleState), ({"optimizer": torch.optim.SGD}, OptimizerMismatch)],
@@ -220,10 +182,10 @@ def test_another_world_size_is_refused(tmp_path: Path) -> None:
 
     Job(tmp_path).run(1)
     job = Job(tmp_path, OfTwo)
-    before = [parameter.tolist() for parameter in job.model.parameters()]
+    before = weights(job)
     with pytest.raises(IncompatibleState, match="world size 1, and this run has 2"):
         job.resume()
-    assert before == [parameter.tolist() for parameter in job.model.parameters()]
+    assert before == weights(job)
 
 
 def test_numbering_goes_on_after_a_restart(tmp_path: Path, whole: list[float]) -> None:
@@ -237,13 +199,12 @@ def test_numbering_goes_on_after_a_restart(tmp_path: Path, whole: list[float]) -
         assert stay == names(tmp_path)
 
 
-@pytest.mark.parametrize("seconds", [0, -3600], ids=["clock", "clock-put-back"])
-def test_the_newest_is_the_one_saved_last(seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where numbering began at 0 again, as it did before, and accelerate's own still does; and whatever the clock
-    says."""
+def test_the_newest_is_the_one_saved_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where numbering began at 0 again, as it did before, and accelerate's own still does; and where the clock was
+    put back."""
     Job(tmp_path).run(3)
     now = effects.time
-    monkeypatch.setattr(effects, "time", lambda: now() + seconds)
+    monkeypatch.setattr(effects, "time", lambda: now() - 3600)
     job = Job(tmp_path)
     job.accelerator.load_state()
     job.run(1)

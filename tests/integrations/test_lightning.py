@@ -299,20 +299,6 @@ def noted() -> tuple[list[Module], type[Module]]:
     return made, Noted
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_another_world_size_is_refused(own: bool, saved: Path, tmp_path: Path) -> None:
-    """Where the run is to be the same, also of a file of Lightning's own. Nothing is loaded then."""
-    io = CheckpointIO(durable=False)
-    checkpoint = io.load_checkpoint(saved / "last.ckpt")
-    checkpoint["nxd_ckpt"]["runs_with"]["world size"] = 2
-    (lightnings() if own else io).save_checkpoint(checkpoint, tmp_path / "of_two.ckpt")
-    made, kind = noted()
-    with pytest.raises(IncompatibleState, match="world size 2, and this run has 1"):
-        fit(every_epoch(tmp_path), ckpt_path=tmp_path / "of_two.ckpt", seed=5, kind=kind)
-    torch.manual_seed(5)
-    assert weights(Module()) == weights(made[0])
-
-
 @pytest.fixture
 def other_job(tmp_path: Path) -> Iterator[None]:
     """Another process that has saved here, and lives."""

@@ -214,17 +214,6 @@ def test_another_run_is_refused(
     assert before == weights(made[0])
 
 
-def test_another_world_size_is_refused(saved: Path, tmp_path: Path) -> None:
-    """A run on two processes is not one on one."""
-
-    class OfTwo(Quick):
-        def _setting(self) -> dict[str, Any]:
-            return {**super()._setting(), "world size": 2}
-
-    with pytest.raises(IncompatibleState, match="world size 1, and this run has 2"):
-        trained(tmp_path, kind=OfTwo, resume=str(saved))
-
-
 def test_damaged_files_are_refused(saved: Path, tmp_path: Path) -> None:
     """Hugging Face's too: one that has changed, or is gone."""
     flip(saved / "model.safetensors", -1)

@@ -29,7 +29,7 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.verify import verify_checkpoint
-from tests.conversion.tags import contents, optimizers, plainly, save_example, sharded, whole
+from tests.conversion.tags import optimizers, plainly, save_example, sharded, whole
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
 from tests.support.processes import Program, run_program
@@ -175,16 +175,6 @@ def test_processes_of_a_host_share_one_download(bucket: Bucket, tmp_path: Path) 
         programs = [stack.enter_context(program()) for _ in range(3)]
         assert [0, 0, 0] == [program.wait().returncode for program in programs]
     assert 1 <= (bucket.sent() - before) / NBYTES < 1.1
-
-
-def test_a_tag_travels_unchanged(bucket: Bucket, tmp_path: Path) -> None:
-    """To the server, within it, and back."""
-    source, options = save_example(tmp_path / "input", 2), bucket.options
-    copy_checkpoint(source, f"{bucket.url}/step_3", storage_options=options)
-    copy_checkpoint(f"{bucket.url}/step_3", f"s3://{bucket.name}/mirror/step_3", storage_options=options)
-    copy_checkpoint(f"s3://{bucket.name}/mirror/step_3", tmp_path / "output" / "step_3", storage_options=options)
-    assert contents(source) == contents(tmp_path / "output" / "step_3")
-    assert [] == bucket.server.unfinished(bucket.name)
 
 
 def test_a_copy_that_is_killed_goes_on(bucket: Bucket, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from nxd_ckpt import Checkpointer, Topology, has_checkpoint, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, StorageError
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
+from tests.protocol.job import outcome_of
 from tests.protocol.states import PATIENCE, lose_patience
 from tests.support.processes import run_program
 from tests.support.s3_proxy import Fault, S3Proxy
 from tests.support.s3_server import S3Server, options_for
+from tests.support.threads import in_threads
 
 FOR_EVER = 10**6
 MIB = 2**20
@@ -62,22 +65,14 @@ def small(value: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((3,), value)}
 
 
-def errors_of(*calls: Callable[[], Any]) -> list[Exception | None]:
+def errors_of(*calls: Callable[[], Any]) -> list[BaseException | None]:
     """What each raises; all run at once."""
-    found: list[Exception | None] = [None] * len(calls)
+    found: list[BaseException | None] = [None] * len(calls)
 
-    def run(number: int, call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except Exception as error:
-            found[number] = error
+    def run(number: int) -> None:
+        found[number] = outcome_of(calls[number])
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(*(partial(run, number) for number in range(len(calls))))
     return found
 
 
@@ -200,20 +195,6 @@ def test_names_that_begin_alike_are_different(s3_server: S3Server, bucket: str) 
     assert {"run7": ["step_1", "step_100"], "run70": ["step_1", "step_10"]} == tags
     assert ["run70/step_10/unfinished"] == s3_server.unfinished(bucket)
     left.abort()
-
-
-def test_more_than_fits_the_staging_memory(s3_server: S3Server, bucket: str) -> None:
-    """Goes up in waves, a tensor larger than all of it too, out of memory that the next wave overwrites."""
-    url, options = f"s3://{bucket}/run", s3_server.options
-    state = {f"small.{number}": torch.full((1000 + number,), float(number)) for number in range(200)}
-    state["large"] = torch.arange(4.0 * MIB)
-    state["last"] = torch.arange(1.5 * MIB)
-    with Checkpointer(url, storage_options=options, memory_cap=6 * MIB) as saver:
-        saver.save("t", state)
-    model = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    load_checkpoint(url, model=model, storage_options=options, verify=True)
-    assert [] == [name for name in state if not torch.equal(state[name], model[name])]
-    assert [] == s3_server.unfinished(bucket)
 
 
 def test_a_process_that_ends_during_an_upload(s3_server: S3Server, bucket: str) -> None:
