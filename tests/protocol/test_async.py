@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     saver.close()
     assert first_was_done
     assert torch.equal(torch.ones(3), open_checkpoint(tmp_path, "first").model_state()["weight"])
+
+
+@pytest.mark.parametrize("load", [Checkpointer.load, Checkpointer.load_latest])
+def test_a_load_waits_for_the_save_in_flight(tmp_path: Path, load: Callable[..., Any]) -> None:
+    """It sees what was saved just before."""
+    with Checkpointer(tmp_path) as saver:
+        saver.save("step_1", {"weight": torch.ones(3)}, async_save=True)
+        model: dict[str, torch.Tensor] = {}
+        load(saver, model=model)
+    assert torch.equal(torch.ones(3), model["weight"])
 
 
 # Audit events of work that belongs to the background thread: files, folders, processes, the network, new memory.
