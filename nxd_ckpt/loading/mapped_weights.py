@@ -21,7 +21,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.memory import torch_dtype
-from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment
+from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, itemsize
 from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.mapping import Match
 from nxd_ckpt.hugging_face.mappings import find_mapping, is_known, own_names, text_config, with_head_of
@@ -91,9 +91,12 @@ class MappedWeights(OpenTag):
         return None
 
     def is_digested(self, leaf: Leaf) -> bool:
-        """Return whether its blocks have digests: the digest of a whole record is of more than a rank reads."""
-        stubs = (fragment.stub for fragment in Assembly.of(leaf).fragments)
-        return any((stub.file, stub.storage.offset) in self.entries for stub in stubs)
+        """Return whether its blocks have digests, or records of which it is all: a part would need the rest read."""
+        return any(
+            (stub.file, stub.storage.offset) in self.entries
+            or (stub.storage.crc32 is not None and source.numel * itemsize(stub.dtype) == stub.storage.nbytes)
+            for stub, source in ((fragment.stub, fragment.source) for fragment in Assembly.of(leaf).fragments)
+        )
 
     @cached_property
     def _tree(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
+    DigestMismatch,
     KeyMismatch,
     MalformedFile,
     PartNotFound,
@@ -34,6 +35,7 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.tag.verify import verify_checkpoint
+from tests.support.damage import flip
 from tests.support.rank_pool import RankPool
 
 
@@ -365,6 +367,44 @@ def test_a_damaged_document_is_said(tmp_path: Path, source: str, file: str, cont
     with pytest.raises(MalformedFile):
         load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def old_weights(path: Path, job: Job) -> Path:
+    """A Hugging Face directory of before safetensors."""
+    torch.save(job[0].state_dict(), hugging_face(path, job) / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "file"),
+    [(trainers, "optimizer.pt"), (accelerates, "optimizer.bin"), (old_weights, "pytorch_model.bin")],
+)
+def test_damage_that_the_files_own_sums_tell_changes_nothing(
+    tmp_path: Path, write: Callable[[Path, Job], Path], file: str
+) -> None:
+    """One bit of the weights, or of the optimizer beside them."""
+    job = trained()
+    path = write(tmp_path / "there", job)
+    bits = job[0].first.weight if write is old_weights else job[1].state[job[0].first.weight]["exp_avg"]
+    flip(path / file, (path / file).read_bytes().index(bits.detach().numpy().tobytes()))
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(DigestMismatch):
+        load_checkpoint(path, None, model, None if write is old_weights else torch.optim.AdamW(model.parameters()))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("source", "file"), [("safetensors files", "optim.safetensors"), ("chunks", "optim/index.json")]
+)
+def test_a_lost_file_of_the_optimizer_is_missed(tmp_path: Path, source: str, file: str) -> None:
+    """It is no optimizer that never made a step."""
+    path = WITH_OPTIMIZER[source](tmp_path / "there", trained())
+    (path / file).unlink()
+    model = Net()
+    with pytest.raises(PartNotFound, match=r"optim\.safetensors"):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize("source", ["a file of torch for each", "chunks", "ColossalAI"])
