@@ -347,7 +347,7 @@ class _Job:
             yield adapter_config(adapters.settings, [form.name for form in self._forms], base_model)
         if self.optimizer is not None:
             rest = self.optimizer.renamed(self.renaming.saved)
-            yield ModelFile(OPTIMIZER_DOCUMENT, json_file(rest))
+            yield ModelFile(OPTIMIZER_DOCUMENT, json_file({**rest, "files": len(self._moments)}))
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
         # Without an index some readers take every safetensors file for the model's.

@@ -79,6 +79,16 @@ def test_its_files_are_never_taken_for_the_models(tmp_path: Path, monkeypatch: p
     assert {torch.bfloat16} == {tensor.dtype for tensor in weights(tmp_path / "out").values()}
 
 
+@pytest.mark.parametrize(("size", "lost"), [("5GB", ""), ("2KB", ".index.json")])
+def test_its_lost_file_is_missed(tmp_path: Path, size: str, lost: str) -> None:
+    """An optimizer that never made a step has none."""
+    job = JOBS["Llama, one rank"][0]
+    export(save_trained(tmp_path / "run", job, dp=1, zero1=False), tmp_path / "out", job, size_per_shard=size)
+    (tmp_path / "out" / f"optimizer.safetensors{lost}").unlink()
+    with pytest.raises(CheckpointError, match=rf"optimizer\.safetensors{lost}"):
+        convert(tmp_path / "out", tmp_path / "back" / "step_1", to="tag", names="own")
+
+
 def test_names_may_be_given(tmp_path: Path) -> None:
     """Where a tag does not say whose state it is, as NxD's do not; master weights need them as well."""
     job = Job(Model(), tp=2)

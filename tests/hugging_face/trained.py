@@ -84,8 +84,9 @@ def tensors(directory: Path) -> State:
 
 
 def document(directory: Path) -> dict[str, Any]:
-    """optimizer.json, with names in order."""
+    """optimizer.json, with names in order, without the number of files beside it."""
     found: dict[str, Any] = json.loads((directory / "optimizer.json").read_text())
+    del found["files"]
     for group in found["param_groups"]:
         group["params"].sort()
     return found

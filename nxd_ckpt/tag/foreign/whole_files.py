@@ -145,11 +145,12 @@ def _json(files: TagFiles, file: str) -> dict[str, Any]:
 
 def _exported(files: TagFiles, mark: str) -> dict[str, Any]:
     """Read the optimizer beside an export: tensors such as ``NAME/exp_avg``."""
-    if files.has(OPTIMIZER_INDEX):
+    content = _json(files, mark)
+    count = content.get("files", files.has(OPTIMIZER))  # exports of before do not say it
+    if files.has(OPTIMIZER_INDEX) or count > 1:
         tensors = _placed(files, "", by_index(files, OPTIMIZER_INDEX), files.safetensors)
     else:
-        tensors = dict(files.safetensors(OPTIMIZER)) if files.has(OPTIMIZER) else {}
-    content = _json(files, mark)
+        tensors = dict(files.safetensors(OPTIMIZER)) if count else {}
     state = {**content.get("state", {}), **content.get("general", {})}
     return _by_name(content, state, {tuple(name.rsplit("/", 1)): stub for name, stub in tensors.items()})
 
@@ -157,10 +158,9 @@ def _exported(files: TagFiles, mark: str) -> dict[str, Any]:
 def _unsharded(files: TagFiles, mark: str) -> dict[str, Any]:
     """Read an optimizer of the form "files", which ``mark`` is a file of: tensors such as ``state.NAME.exp_avg``."""
     document = "optim.json"
-    single = "optim.safetensors"
     folder = "optim/"
     if mark == document:
-        tensors = dict(files.safetensors(single)) if files.has(single) else {}
+        tensors = dict(files.safetensors("optim.safetensors"))
     else:
         places = by_index(files, mark)
         if not any(file.endswith(".safetensors") for file in places.values()):
