@@ -174,8 +174,10 @@ def _reader_of(hint: Any) -> Callable[[Any], Any]:
     if getattr(origin, "_is_protocol", False):
         members = (name for name in (*vars(origin), *vars(origin).get("__annotations__", ())) if name[0] != "_")
         return partial(_having, tuple(members))
+    if hasattr(origin, "__fspath__"):  # those of os.scandir(b"...") are bytes, which no text can be joined to
+        return partial(_checked, lambda value: isinstance(value, origin) and isinstance(value.__fspath__(), str))
     is_ours = str(getattr(origin, "__module__", "")).startswith("nxd_ckpt")
-    if isinstance(origin, type) and (is_ours or origin in _DESCRIBED or hasattr(origin, "__fspath__")):
+    if isinstance(origin, type) and (is_ours or origin in _DESCRIBED):
         return partial(_checked, lambda value: isinstance(value, origin))
     return lambda value: value  # Any; and classes of other libraries, of which there may be stand-ins
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import nxd_ckpt
 from nxd_ckpt import (
     Checkpointer,
     Every,
@@ -138,6 +139,16 @@ def test_none_is_the_default_where_it_means_nothing() -> None:
     none: Any = None
     kept = SaveOptions(use_xser=none), LoadOptions(strict=none), CheckpointerOptions(timeout=none)
     assert (False, True, 600.0) == (kept[0].use_xser, kept[1].strict, kept[2].timeout)
+
+
+def test_paths_of_bytes_are_refused(tmp_path: Path) -> None:
+    """Bare ones, and those that os.scandir gives for a directory of bytes."""
+    (tmp_path / "run").mkdir()
+    entry: Any = next(os.scandir(os.fsencode(tmp_path)))
+    for call in (nxd_ckpt.Checkpointer, nxd_ckpt.open_checkpoint, nxd_ckpt.load_checkpoint, nxd_ckpt.list_checkpoints):
+        for path in (entry, entry.path):
+            with pytest.raises(InvalidArgument, match="must be a string or a path"):
+                call(path)
 
 
 @pytest.mark.parametrize(
