@@ -111,6 +111,8 @@ def as_it_is(held: State) -> State:
     return held
 
 
+COALESCED = Job(Model(kv_heads=4), tp=2, pp=2, qkv="coalesced")
+WITH_PADDING = Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8)
 STYLE = ("--model_style", "megatron", "--qkv_linear")
 PADDED = ("--kv_size_multiplier", "4", "--pad_attn_heads", "True")
 
@@ -118,17 +120,9 @@ PADDED = ("--kv_size_multiplier", "4", "--pad_attn_heads", "True")
 @pytest.mark.parametrize(
     ("job", "flags", "qkv", "held_as"),
     [
-        pytest.param(
-            Job(Model(kv_heads=4), tp=2, pp=2, qkv="coalesced"), (*STYLE, "False"), (), as_megatron, id="one tensor"
-        ),
+        pytest.param(COALESCED, (*STYLE, "False"), (), as_megatron, id="one tensor"),
         pytest.param(Job(Model(), tp=2, pp=2, qkv="linear"), (*STYLE, "True"), (), as_megatron, id="k and v in one"),
-        pytest.param(
-            Job(Model(heads=6, intermediate=16), tp=8, qkv="linear", copies=4, padded_heads=8),
-            PADDED,
-            ("--qkv_linear",),
-            as_it_is,
-            id="padded heads",
-        ),
+        pytest.param(WITH_PADDING, PADDED, ("--qkv_linear",), as_it_is, id="padded heads"),
     ],
 )
 def test_a_llama_is_converted_there_and_back(

@@ -213,8 +213,6 @@ def _by_slices(path: Path, state: State) -> State:
 
 
 READERS: dict[str, Callable[[Path, State], State]] = {
-    "transformers": lambda path, state: transformers.AutoModelForCausalLM.from_pretrained(path).state_dict(),
-    "safetensors": lambda path, state: {k: v for f in path.glob("*.safetensors") for k, v in load_file(f).items()},
     "safetensors, slices": _by_slices,
     "accelerate": _through_accelerate,
     "huggingface_hub": _through_the_hub,
@@ -225,7 +223,6 @@ READERS: dict[str, Callable[[Path, State], State]] = {
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("size_per_shard", ["5GB", "10KB"])
 def test_other_programs_read_files_with_digests(run: Path, tmp_path: Path, reader: str, size_per_shard: str) -> None:
-    """Every tensor, bit for bit."""
     _hf(run, tmp_path, size_per_shard=size_per_shard)
     state = {name: open_checkpoint(run).read(f"model/{name}") for name in llama().state_dict()}
     found = READERS[reader](tmp_path, state)

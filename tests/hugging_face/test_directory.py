@@ -10,27 +10,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as serialized
 
-from nxd_ckpt import Topology, convert, load_checkpoint
+from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import (
     CheckpointError,
     InvalidArgument,
-    KeyMismatch,
     MalformedFile,
     PartNotFound,
-    ShapeMismatch,
     UnsafePickle,
     UnsupportedState,
 )
-from nxd_ckpt.hugging_face.mappings import find_mapping
-from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
-from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import find_by_path
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.weight_files import INDEX
 from tests.formats.assemblies import read_leaf
 from tests.hugging_face.reference import Job, Model
-from tests.hugging_face.saved import live, write_config, write_model
+from tests.hugging_face.saved import differences, live, write_config, write_model
 
 
 def is_hugging_face(storage: LocalStorage) -> bool:
@@ -43,23 +38,6 @@ def opened(path: Path) -> HuggingFaceDirectory:
     return HuggingFaceDirectory(LocalStorage(path))
 
 
-def mapped(directory: HuggingFaceDirectory, job: Job) -> UnpackedTensors:
-    sizes = Sizes(directory.config, job.copies, job.hardware)
-    return UnpackedTensors(directory, find_mapping(None, directory.config), sizes)
-
-
-@pytest.mark.parametrize("shards", [1, 3])
-def test_every_tensor_is_found(tmp_path: Path, shards: int) -> None:
-    """In one file or several, with config.json."""
-    state = write_model(tmp_path, Model(), shards)
-    assert is_hugging_face(LocalStorage(tmp_path))
-    directory = opened(tmp_path)
-    assert sorted(state) == directory.names
-    assert Model().config == directory.config
-    found = {name: read_leaf(directory.tensor(name), directory.files.read_ranges) for name in directory.names}
-    assert [] == [name for name in state if not torch.equal(state[name], found[name])]
-
-
 def test_a_tag_is_no_hugging_face_directory(tmp_path: Path) -> None:
     """Nor is an empty directory, or one with config.json alone."""
     storage = LocalStorage(tmp_path)
@@ -70,27 +48,27 @@ def test_a_tag_is_no_hugging_face_directory(tmp_path: Path) -> None:
     assert is_hugging_face(storage)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "consolidated.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("file", ["model.safetensors", "consolidated.safetensors", "pytorch_model.bin", "script.pt"])
 def test_a_model_without_config_json(tmp_path: Path, file: str) -> None:
     """It is imported and migrated with that of another place, as a directory and as a file; a load needs none."""
-    state = write_model(tmp_path / "whole", Model())
+    state, held = write_model(tmp_path / "whole", Model()), Job(Model()).rank(Model().state())
     place = tmp_path / "bare"
     place.mkdir()
-    if file.endswith(".bin"):
-        torch.save(state, place / file)
-    else:
+    if file.endswith(".safetensors"):
         save_file(state, place / file)
+    else:
+        torch.save(state if file == "pytorch_model.bin" else {"model": state, "step": 3}, place / file)
     load_checkpoint(place, model=(loaded := live(state)))
-    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items() if name in state)
+    assert [] == differences(state, dict(loaded.state_dict()))
     for number, source in enumerate((place, place / file)):
         with pytest.raises(InvalidArgument, match=r"model type is not known\. Pass the model's config\.json"):
             convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd")
-        for names in ("nxd", "hf"):
+        for names, expected in (("nxd", held), ("hf", state)):
             found: dict[str, torch.Tensor] = {}
             made: dict[str, Any] = {"to": "tag", "names": names, "config": tmp_path / "whole", "overwrite": True}
             convert(source, tmp_path / str(number) / "step_0", **made)
             load_checkpoint(tmp_path / str(number), model=found)
-            assert sum(map(torch.numel, state.values())) == sum(map(torch.numel, found.values()))
+            assert [] == differences(expected, found)
     assert not (tmp_path / "run").exists()
 
 
@@ -105,40 +83,11 @@ def test_a_model_without_config_json(tmp_path: Path, file: str) -> None:
     ],
 )
 def test_a_file_that_is_no_whole_model_is_refused(tmp_path: Path, file: str, complaint: str) -> None:
-    """By its name, before it is read."""
     (tmp_path / file).write_bytes(b"")
     for names in ("own", "nxd", "hf"):
         with pytest.raises(UnsupportedState, match=complaint):
             convert(tmp_path / file, tmp_path / "run" / "step_0", to="tag", names=names)
     assert [tmp_path / file] == [*tmp_path.iterdir()]
-
-
-def test_tied_tensors_are_read_from_what_they_are_tied_to(tmp_path: Path) -> None:
-    """Files leave out the head where config.json says that it is tied; else it is missing."""
-    model = Model()
-    state = write_model(tmp_path, model)
-    del state["lm_head.weight"]
-    save_file(state, tmp_path / "model.safetensors")
-    job = Job(model)
-    (match,) = find_mapping("llama", {}).matches(["lm_head.weight"])
-    with pytest.raises(KeyMismatch, match=r"has no tensor lm_head\.weight; is it"):
-        mapped(opened(tmp_path), job).assembly(match, Topology(), "float32", (24, 8))
-    write_config(tmp_path, {**model.config, "tie_word_embeddings": True})
-    directory = opened(tmp_path)
-    leaf = mapped(directory, job).assembly(match, Topology(), "float32", (24, 8))
-    assert torch.equal(state["model.embed_tokens.weight"], read_leaf(leaf, directory.files.read_ranges))
-    del state["model.embed_tokens.weight"]
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(KeyMismatch, match=r"nor model\.embed_tokens\.weight, to which it is tied"):
-        mapped(opened(tmp_path), job).assembly(match, Topology(), "float32", (24, 8))
-
-
-def test_a_live_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Naming both shapes."""
-    write_model(tmp_path, Model())
-    (match,) = find_mapping("llama", {}).matches(["model.layers.0.mlp.down_proj.weight"])
-    with pytest.raises(ShapeMismatch, match=r"down_proj\.weight has shape \(8, 12\), expected \(8, 14\)"):
-        mapped(opened(tmp_path), Job(Model())).assembly(match, Topology(tp=2), "float32", (8, 7))
 
 
 def put(file: Path, content: Any) -> None:
@@ -155,66 +104,42 @@ def put(file: Path, content: Any) -> None:
 
 ONE = {"a": torch.ones(1)}
 SHARD, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
-BIN, SHARDS_OF_BIN = "pytorch_model.bin", [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
-EVIL = {"weight_map": {"a": "../secret.bin"}}
+OF_TWO = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+BIN, OF_BIN = "pytorch_model.bin", [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+ONLY_BIN = "pytorch_model-00001-of-00001.bin"
+ALL = ["model*"]
+
+
+def named(file: str) -> dict[str, Any]:
+    """An index by which a tensor is in the file."""
+    return {"weight_map": {"a": file}}
 
 
 @pytest.mark.parametrize(
     ("lost", "new", "kind", "complaint"),
     [
         ([SECOND], {}, PartNotFound, r"model-00002-of-00003\.safetensors is missing, in which .* \d+ tensors"),
-        (["model*"], {"0.safetensors": ONE, "1.safetensors": ONE}, PartNotFound, r"index\.json is missing"),
-        (
-            [INDEX, SECOND],
-            {},
-            PartNotFound,
-            r"no model\.safetensors\.index\.json, and 2 of 3 shards, .* numbers 2;",
-        ),
+        (ALL, {"0.safetensors": ONE, "1.safetensors": ONE}, PartNotFound, r"index\.json is missing"),
+        ([INDEX, SECOND], {}, PartNotFound, r"no model\.safetensors\.index\.json, and 2 of 3 shards, .* numbers 2;"),
         ([INDEX], {"model-1-of-3.safetensors": ONE}, PartNotFound, r"4 of 3 shards"),
-        (
-            [INDEX],
-            {"model-00001-of-00002.safetensors": ONE},
-            MalformedFile,
-            r"shards of several models: model-00001-of-00002\.safetensors, model-00001-of-0",
-        ),
-        (
-            ["model*"],
-            {"model-00001-of-00002.safetensors": ONE, "model-00002-of-00002.safetensors": ONE},
-            MalformedFile,
-            r"is in both model-00001-of-00002\.safetensors and model-00002-of-00002",
-        ),
+        ([INDEX], {OF_TWO[0]: ONE}, MalformedFile, r"of several models: model-00001-of-00002.*, model-00001-of-0"),
+        (ALL, dict.fromkeys(OF_TWO, ONE), MalformedFile, r"is in both model-00001-of-00002.* and model-00002-of-00002"),
         ([], {SHARD: ONE}, MalformedFile, r"model-00001.* does not hold the tensors that"),
         ([], {SHARD: serialized(ONE)[:-1]}, MalformedFile, r"model-00001.*truncated, or not whole"),
-        (
-            ["model*"],
-            {SHARDS_OF_BIN[0]: ONE, SHARDS_OF_BIN[2]: ONE},
-            PartNotFound,
-            r"2 of 3 shards, without numbers 2; download",
-        ),
-        (
-            ["model*"],
-            {"pytorch_model-00001-of-00001.bin": ONE, "pytorch_model.bin.index.json": EVIL},
-            MalformedFile,
-            r"'\.\./secret\.bin' is not a \.bin file of this",
-        ),
-        (["model*"], {BIN: {"a": Path}}, UnsafePickle, r"pytorch_model\.bin"),
-        (["model*"], {BIN: b"PK\x03\x04 and half of it"}, MalformedFile, r"pytorch_model\.bin"),
-        (["model*"], {}, PartNotFound, r"holds no weights"),
+        (ALL, {OF_BIN[0]: ONE, OF_BIN[2]: ONE}, PartNotFound, r"2 of 3 shards, without numbers 2; download"),
+        (ALL, {ONLY_BIN: ONE, f"{BIN}.index.json": named("../a.bin")}, MalformedFile, r"'\.\./a\.bin'"),
+        (ALL, {BIN: {"a": Path}}, UnsafePickle, r"pytorch_model\.bin"),
+        (ALL, {BIN: b"PK\x03\x04 and half of it"}, MalformedFile, r"pytorch_model\.bin"),
+        (ALL, {}, PartNotFound, r"holds no weights"),
         ([], {INDEX: b"{"}, MalformedFile, r"index\.json: not valid JSON"),
         ([], {INDEX: []}, MalformedFile, r"expected a JSON object"),
         ([], {INDEX: {"weight_map": ["a"]}}, MalformedFile, r"weight_map must name"),
-        (
-            [],
-            {INDEX: {"weight_map": {"a": "../secret.safetensors"}}},
-            MalformedFile,
-            r"is not a \.safetensors file of this",
-        ),
+        ([], {INDEX: named("../a.safetensors")}, MalformedFile, r"is not a \.safetensors file of this"),
     ],
 )
 def test_a_directory_that_is_not_whole_is_refused(
     tmp_path: Path, lost: list[str], new: dict[str, Any], kind: type[CheckpointError], complaint: str
 ) -> None:
-    """The error names the file, and what to do."""
     write_model(tmp_path, Model(), shards=3)
     for file in [file for pattern in lost for file in tmp_path.glob(pattern)]:
         file.unlink()
@@ -240,7 +165,7 @@ def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
         parts = [load_file(shard) for shard in shards]
         for shard in shards:
             shard.unlink()
-        names = SHARDS_OF_BIN
+        names = OF_BIN
         if form == "bin":
             names, parts = [BIN], [{name: tensor for part in parts for name, tensor in part.items()}]
         for name, part in zip(names, parts, strict=True):

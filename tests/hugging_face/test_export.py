@@ -18,41 +18,19 @@ from tests.hugging_face.jobs import jobs
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, export, save_job, use_small_waves, weights, write_as_nxd, write_config
 
-JOBS = {
-    "Llama, one rank": Job(Model()),
-    "Llama, q k v apart": Job(Model(kv_heads=4, bias=True), tp=4, pp=2),
-    "Llama, copies on trn1": Job(Model(heads=8), tp=4, qkv="linear", copies=2),
-    "Llama, copies on trn2": Job(Model(heads=8), tp=4, qkv="fused", copies=2, hardware="trn2"),
-    "Llama, coalesced": Job(Model(kv_heads=4), tp=2, qkv="coalesced", fused_mlp=False),
-    "Llama, padded vocabulary": Job(Model(vocab=21), tp=2, padded_vocab=24),
-    "Mixtral": Job(Model("mixtral"), tp=2, qkv="linear"),
-    "Mixtral, expert parallel": Job(Model("mixtral"), tp=2, pp=2, ep=2, fused_mlp=False),
-    "GPT-NeoX": Job(Model("gpt_neox"), tp=2, pp=2),
-}
 
-
-@pytest.mark.parametrize(("name", "use_xser"), [(name, number % 2 == 0) for number, name in enumerate(JOBS)])
-@pytest.mark.one_in(3)
-def test_every_job_exports_its_model(tmp_path: Path, name: str, use_xser: bool) -> None:
-    """Any way to keep heads and experts, any sizes, both kinds of files; several weight files and their index."""
-    job = JOBS[name]
-    state = job.model.state()
-    tag = save_job(tmp_path / "run", job, state, use_xser=use_xser)
-    export(tag, tmp_path / "out", job, size_per_shard="1kB")
-    assert [] == differences(state, weights(tmp_path / "out"))
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-
-
-@given(job=jobs(), converted=st.booleans())
-@settings(max_examples=15)
-def test_any_job_is_exported(tmp_path_factory: pytest.TempPathFactory, job: Job, converted: bool) -> None:
-    """Random sizes, numbers of heads and copies, written as NxD writes them or its converter, in windows that cut
-    through tensors."""
+@given(job=jobs(), writer=st.sampled_from(("NxD", "its converter", "ours", "ours with xser")))
+@settings(max_examples=20)
+def test_any_job_is_exported(tmp_path_factory: pytest.TempPathFactory, job: Job, writer: str) -> None:
+    """Random sizes, numbers of heads and copies, whoever wrote them, in windows that cut through tensors."""
     directory, state = tmp_path_factory.mktemp("any"), job.model.state()
-    job = replace(job, converted=converted)
+    if writer.startswith("ours"):
+        tag = save_job(directory / "run", job, state, use_xser=writer == "ours with xser")
+    else:
+        tag = write_as_nxd(directory / "run", replace(job, converted=writer == "its converter"), state)
     with pytest.MonkeyPatch.context() as patch:
         use_small_waves(patch, 64)
-        export(write_as_nxd(directory / "run", job, state), directory / "out", job, size_per_shard="500B")
+        export(tag, directory / "out", job, size_per_shard="500B")
     assert [] == differences(state, weights(directory / "out"))
 
 
@@ -122,12 +100,17 @@ def test_all_that_is_not_weights_is_copied_with_the_tokenizer(
         convert(tag, out, to="hf", config=config, overwrite=True)
 
 
-def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
-    """As save_pretrained does: without the head, under the name that files keep."""
-    job = Job(Model(), tp=2, pp=2)
-    state = job.model.state()
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    tag = save_job(tmp_path / "run", job, state)
-    config = write_config(tmp_path / "config", {**job.model.config, "tie_word_embeddings": True})
-    convert(tag, tmp_path / "out", to="hf", config=config)
-    assert [] == differences({n: t for n, t in state.items() if n != "lm_head.weight"}, weights(tmp_path / "out"))
+def test_a_dry_run_shows_what_does_not_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names without a rule with the closest rules, tensors that are missing; the exit code is 1."""
+    job = Job(Model(heads=8), qkv="fused", copies=2, hardware="trn2")
+    tag = save_job(tmp_path / "run", job, job.model.state())
+    rule = {"nxd": "model.layers.{layer}.self_attn.qkv_proj.weight", "hf": "layers.{layer}.qkv"}
+    mapping = {"format_version": 1, "name": "mine", "rules": [{**rule, "heads": "kv", "dim": 0}]}
+    (tmp_path / "mine.json").write_text(json.dumps(mapping))
+    files = ["--config", str(write_config(tmp_path, job.model.config)), "--mapping", str(tmp_path / "mine.json")]
+    heads = ["--kv-size-multiplier", "2", "--hw-backend", "trn2"]
+    assert 1 == main(["convert", "--to", "hf", "--dry-run", str(tag), str(tmp_path / "out"), *files, *heads])
+    lines = capsys.readouterr().out.splitlines()
+    closest = [line.split() for line in lines if line.startswith("  model.layers.0.self_attn.qkv_proj.weight_qkv")]
+    assert [["model.layers.0.self_attn.qkv_proj.weight_qkv", rule["nxd"]]] == closest
+    assert "missing, though every such model has them: layers.0.qkv, layers.1.qkv" == lines[-1]

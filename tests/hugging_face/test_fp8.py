@@ -254,7 +254,6 @@ def test_scales_that_do_not_fit_are_refused(
 def test_other_descriptions_are_refused(
     tmp_path: Path, config: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
-    """By config.json alone."""
     with pytest.raises(kind, match=text):
         opened(tmp_path, config, {"x.weight": numbers(32, 32), "x.weight_scale": scales(1)})
 

@@ -86,7 +86,6 @@ def test_a_tag_with_an_optimizer_is_none_of_the_converters(tmp_path: Path) -> No
 
 
 def test_copies_that_are_equal_in_no_order_are_refused(tmp_path: Path) -> None:
-    """As after training what lay in the wrong order."""
     tag = write_as_nxd(tmp_path / "run", CONVERTED, CONVERTED.model.state())
     path = tag / "model" / "dp_rank_00_tp_rank_03_pp_rank_00.pt"
     held = torch.load(path)

@@ -44,21 +44,14 @@ def written(path: Path, name: str, **config: Any) -> Any:
         ("deepseek-v3", {"first_k_dense_replace": 2}, KeyMismatch, r"layers\.1\.mlp.*by first_k_dense_replace"),
         ("deepseek-v3", {"first_k_dense_replace": -1}, InvalidArgument, r"must be an integer of at least 0, found -1"),
         ("deepseek-v3", {"q_lora_rank": None}, KeyMismatch, r"self_attn\.q_.*by q_lora_rank"),
-        ("deepseek-v3", {"n_routed_experts": 5}, KeyMismatch, r"missing: model\.layers\.1\.mlp\.experts\.4\."),
         ("deepseek-v3", {"num_attention_heads": 7}, ShapeMismatch, r"48 elements cannot be 7 num_attention_heads"),
-        ("deepseek-v3", {"num_hidden_layers": 1}, KeyMismatch, r"hf: model\.layers\.1\..*should be below 1;"),
         ("glm4-moe", {"use_qk_norm": False}, KeyMismatch, r"_norm\.weight: by use_qk_norm"),
         ("llama4", {"moe_layers": [0]}, KeyMismatch, r"feed_forward\..*by interleave_moe_layer_step and moe_layers"),
         ("llama4", {"num_local_experts": 3}, ShapeMismatch, r"should hold 3 parts"),
         ("qwen3-next", {"layer_types": ["full_attention"] * 4}, KeyMismatch, r"linear_attn\..*and layer_types"),
         ("glm4-moe-plain", {"use_qk_norm": True}, KeyMismatch, r"missing: .*q_norm"),
         ("glm4-moe-plain", {"hidden_size": 40}, ShapeMismatch, r"embed_tokens\.weight has shape .* be \(64, 40\)"),
-        ("glm4-moe-plain", {"vocab_size": 70}, ShapeMismatch, r"has shape \(64, 32\), .*\(vocab_size, hidden_size\)"),
-        ("glm4-moe-plain", {"intermediate_size": 40}, ShapeMismatch, r"layers\.0\.mlp\.gate_proj.* be \(40, 32\)"),
-        ("glm4-moe-plain", {"moe_intermediate_size": 25}, ShapeMismatch, r"experts\.0\.gate_proj.* be \(25, 32\)"),
         ("deepseek-v3", {"n_shared_experts": 2}, ShapeMismatch, r"\(n_shared_experts \* moe_inter.* be \(48, 32\)"),
-        ("deepseek-v3", {"qk_rope_head_dim": 6}, ShapeMismatch, r"q_b_proj\.weight has shape \(96, 16\)"),
-        ("gpt-oss", {"intermediate_size": 40}, ShapeMismatch, r"experts\.0\.gate_proj\.weight .* be \(32, 40\)"),
         ("gpt2", {"n_inner": 40}, ShapeMismatch, r"c_fc\.weight has shape \(32, 128\), .* be \(32, 40\)"),
     ],
 )
@@ -184,7 +177,6 @@ def test_a_layer_is_of_a_kind_by_each_condition() -> None:
 
 
 def test_layer_types_have_one_for_each_layer() -> None:
-    """A kind by type needs them all."""
     (kind,) = find_mapping(document({"layer_type": "full"}), {}).layer_kinds
     sizes = Sizes({"layer_types": ["full", "linear"], "num_hidden_layers": 2})
     assert [True, False] == [kind.includes(layer, sizes) for layer in range(2)]
@@ -235,6 +227,5 @@ def test_a_mapping_extends_a_shipped_one() -> None:
     ],
 )
 def test_a_malformed_document_is_refused(changes: dict[str, Any], complaint: str) -> None:
-    """The error names the place and what is wrong."""
     with pytest.raises(InvalidArgument, match=complaint):
         load_mapping({"format_version": 1, "name": "mine", "rules": [], **changes}, "mine.json", shipped_mappings())

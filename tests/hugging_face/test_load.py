@@ -21,8 +21,8 @@ from nxd_ckpt.errors import (
     KeyMismatch,
     PartNotFound,
     ShapeMismatch,
-    UnsafePickle,
 )
+from nxd_ckpt.live import torch_xla as device
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.jobs import jobs
@@ -45,7 +45,6 @@ def options_of(job: Job) -> dict[str, Any]:
 def test_every_rank_holds_what_a_conversion_by_hand_gives_it(
     tmp_path_factory: pytest.TempPathFactory, job: Job
 ) -> None:
-    """Any sizes, heads and copies, to the last bit."""
     path = tmp_path_factory.mktemp("hf")
     state = write_model(path, job.model, shards=2)
     for at in ranks_of(job):
@@ -123,7 +122,6 @@ def test_numbers_take_the_live_dtype(tmp_path: Path, saved: torch.dtype, dtype: 
 
 
 def test_a_state_dict_is_overwritten_in_place(tmp_path: Path) -> None:
-    """As from a tag."""
     state = write_model(tmp_path, Model())
     job = Job(Model())
     expected = local_state(job, state, Topology())
@@ -135,7 +133,6 @@ def test_a_state_dict_is_overwritten_in_place(tmp_path: Path) -> None:
 
 
 def test_a_store_is_loaded_from(tmp_path: Path) -> None:
-    """By its URL."""
     state = write_model(tmp_path, Model(), shards=3)
     name = uuid.uuid4().hex
     fsspec.filesystem("memory").put(str(tmp_path), f"/{name}/model", recursive=True)
@@ -144,6 +141,27 @@ def test_a_store_is_loaded_from(tmp_path: Path) -> None:
         model = live(expected, device="meta")
         load_checkpoint(f"memory://{name}/model", model=model, topology=at)
         assert [] == differences(expected, held(model))
+
+
+def load_onto_device(rank: int, path: str) -> tuple[list[str], int]:
+    """Names whose values on this rank's device are others than the files', and the graphs that the load compiled."""
+    import torch_xla
+
+    at = ranks_of(JOB)[rank]
+    expected = local_state(JOB, load_file(Path(path) / "model.safetensors"), at)
+    model = live(expected).to(torch_xla.device())
+    torch_xla.sync(wait=True)  # what was begun before the load does not count
+    before = device.compile_count()
+    load_checkpoint(path, model=model, topology=at, timeout=600.0, **options_of(JOB))
+    compiled = device.compile_count() - before
+    return differences(expected, {name: tensor.cpu() for name, tensor in held(model).items()}), compiled
+
+
+@pytest.mark.xla
+def test_devices_get_their_parts(xla_ranks: RankPool, tmp_path: Path) -> None:
+    """To the last bit, and nothing is compiled for it."""
+    write_model(tmp_path, JOB.model)
+    assert [([], 0)] * 4 == xla_ranks.run(load_onto_device, str(tmp_path))
 
 
 def test_a_tag_in_the_directory_goes_first(tmp_path: Path) -> None:
@@ -193,16 +211,20 @@ def test_names_that_differ_are_refused(
 
 
 def test_a_tensor_that_the_files_lack(tmp_path: Path) -> None:
-    """Is refused, and with strict=False left as it is."""
+    """Is refused, as is one that is tied to it, and with strict=False left as it is."""
     state = write_model(tmp_path, Model())
     whole = live(local_state(Job(Model()), state, Topology()))
     del state["model.norm.weight"]
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(KeyMismatch, match=r"has no tensor model\.norm\.weight"):
+    with pytest.raises(KeyMismatch, match=r"has no tensor model\.norm\.weight; is it"):
         load_checkpoint(tmp_path, model=whole)
     load_checkpoint(tmp_path, model=whole, strict=False)
     assert [-1.0] == held(whole)["model.norm.weight"].unique().tolist()
     assert torch.equal(state["lm_head.weight"], held(whole)["lm_head.weight"])
+    kept = {name: tensor for name, tensor in state.items() if "embed" not in name and "lm_head" not in name}
+    write_files(tmp_path, {**Model().config, "tie_word_embeddings": True}, kept)
+    with pytest.raises(KeyMismatch, match=r"nor model\.embed_tokens\.weight, to which it is tied"):
+        load_checkpoint(tmp_path, model=live({"lm_head.weight": state["lm_head.weight"]}))
 
 
 def test_what_is_left_out_needs_no_rule_and_no_tensor(tmp_path: Path) -> None:
@@ -237,7 +259,6 @@ def test_what_is_left_out_needs_no_rule_and_no_tensor(tmp_path: Path) -> None:
 def test_arguments_that_cannot_be(
     tmp_path: Path, kind: type[CheckpointError], complaint: str, arguments: dict[str, Any]
 ) -> None:
-    """The error says why, and nothing is changed."""
     state = write_model(tmp_path, Model())
     model = live(local_state(Job(Model()), state, Topology()))
     before = {name: tensor.clone() for name, tensor in held(model).items()}
@@ -251,20 +272,6 @@ def test_a_dtype_of_a_smaller_range_is_refused(tmp_path: Path) -> None:
     state = write_model(tmp_path, Model())
     model = live(local_state(Job(Model()), state, Topology()), dtype=torch.float16)
     with pytest.raises(DtypeMismatch, match=r"float32, the live one is float16, which has a smaller range"):
-        load_checkpoint(tmp_path, model=model)
-
-
-def test_pickles_are_loaded_as_plain_data(tmp_path: Path) -> None:
-    """Code in them is not run."""
-    state = write_model(tmp_path, Model())
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(state, tmp_path / "pytorch_model.bin")
-    held = local_state(Job(Model()), state, Topology())
-    model = live(held)
-    load_checkpoint(tmp_path, model=model)
-    assert [] == differences(held, dict(model.state_dict()))
-    torch.save({**state, "model.norm.weight": Path}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UnsafePickle):
         load_checkpoint(tmp_path, model=model)
 
 

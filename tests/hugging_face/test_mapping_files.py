@@ -1,4 +1,4 @@
-"""Mapping files: what the package ships, a user's own, and what is wrong with one."""
+"""Mappings: those that the package ships, a user's own, what is wrong with one, and what does not fit it."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.errors import InvalidArgument, ShapeMismatch
 from nxd_ckpt.hugging_face.hf_slice import hf_slices
 from nxd_ckpt.hugging_face.mapping import load_mapping
-from nxd_ckpt.hugging_face.mappings import find_mapping
+from nxd_ckpt.hugging_face.mappings import find_mapping, shipped_mappings
 from nxd_ckpt.hugging_face.sizes import Sizes
+from tests.hugging_face.reference import Model
 
 RULE = {"nxd": "block.{layer}.w", "hf": "h.{layer}.w", "dim": 0}
 
@@ -30,7 +31,6 @@ def test_config_json_chooses_among_the_shipped_ones() -> None:
 
 
 def test_a_model_without_a_mapping_is_named() -> None:
-    """With what there are mappings for."""
     with pytest.raises(InvalidArgument, match=r"'bert' .*llama, .*mistral, mixtral, .*qwen2, qwen3.*mapping="):
         find_mapping(None, {"model_type": "bert"})
 
@@ -81,7 +81,6 @@ def test_yaml_that_is_deep_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "limit"), [("mine.yaml", "MAPPING_YAML"), ("mine.json", "MAPPING")])
 def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: str) -> None:
-    """YAML a smaller one than JSON."""
     monkeypatch.setattr(f"nxd_ckpt.hugging_face.mappings.{limit}", 10)
     (tmp_path / name).write_text(json.dumps(document()))
     with pytest.raises(InvalidArgument, match=r"^mapping \S+mine\.\w+ has \d+ bytes: at most 10 are allowed "):
@@ -124,7 +123,6 @@ def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_document_is_refused(given: Any, complaint: str) -> None:
-    """The error names the rule and what is wrong with it."""
     with pytest.raises(InvalidArgument, match=complaint):
         load_mapping(given, "mine.json")
 
@@ -134,3 +132,32 @@ def test_a_variant_is_one_of_the_options_of_an_import() -> None:
     assert "fuse_qkv" == load_mapping(with_rule(variant="fuse_qkv"), "mine").rules[0].variant
     with pytest.raises(InvalidArgument, match=r"variant must be one of .*qkv_linear.*found 'mine'"):
         load_mapping(with_rule(variant="mine"), "mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "shape", "complaint"),
+    [
+        ({"num_key_value_heads": 3}, "model.layers.0.self_attn.qkv_proj.weight_q", (8, 8), "4 query heads cannot"),
+        ({}, "model.layers.0.self_attn.qkv_proj.weight_k", (8, 8), "8 elements along dimension 0"),
+        ({}, "model.layers.0.mlp.gate_up_proj.weight", (7, 8), "7 elements along dimension 0"),
+        ({}, "model.embed_tokens.weight", (20, 8), "should have 24 rows"),
+        ({"num_attention_heads": None}, "model.layers.0.self_attn.o_proj.weight", (8, 8), "num_attention_heads"),
+        ({"num_attention_heads": "4"}, "model.layers.0.self_attn.o_proj.weight", (8, 8), "positive integer"),
+        ({}, "model.layers.0.self_attn.o_proj.weight", (8,), "at least 2 dimensions"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    change: dict[str, object], name: str, shape: tuple[int, ...], complaint: str
+) -> None:
+    """The error names the tensor or the key of config.json, and what was found."""
+    (match,) = shipped_mappings()["llama"].matches([name])
+    with pytest.raises((ShapeMismatch, InvalidArgument), match=complaint):
+        hf_slices(match, shape, Sizes({**Model().config, **change}))
+
+
+def test_experts_must_be_as_many_as_config_says() -> None:
+    """A stacked tensor of another number of experts is another model's."""
+    name = "model.layers.0.mlp.expert_mlps.mlp_op.down_proj.weight"
+    (match,) = shipped_mappings()["mixtral"].matches([name])
+    with pytest.raises(ShapeMismatch, match="its first size is 4"):
+        hf_slices(match, (8, 12, 8), Sizes(Model("mixtral").config))

@@ -68,7 +68,6 @@ def test_weights_that_were_left_out_come_from_their_masters(tmp_path: Path) -> N
 
 
 def test_a_weight_that_is_nowhere_is_named(tmp_path: Path) -> None:
-    """A tag that lost a file is not exported."""
     tag = save(tmp_path / "run", use_xser=True)
     next(tag.glob("model/*tp_rank_01*.tensors/tensor_3.pt")).unlink()
     with pytest.raises(PartNotFound, match=r"tensor_3\.pt"):

@@ -18,18 +18,13 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from nxd_ckpt import convert, load_checkpoint, open_checkpoint
+from nxd_ckpt import convert, load_checkpoint
 from nxd_ckpt.errors import KeyMismatch
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_labels": 1,
-}
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_labels": 1,
+}  # fmt: skip
 
 
 def made(kind: Any) -> Any:
@@ -84,12 +79,3 @@ def test_a_base_model_takes_what_it_has_with_strict_false(tmp_path: Path) -> Non
         load_checkpoint(tmp_path / "causal", model=model, strict=False)
     assert torch.equal(saved.model.embed_tokens.weight, base.embed_tokens.weight)
     assert torch.equal(saved.model.embed_tokens.weight, reward.model.embed_tokens.weight)
-
-
-def test_a_tag_of_a_base_model_has_the_names_of_the_mapping(tmp_path: Path) -> None:
-    """So that a job with a head takes it too."""
-    made(LlamaModel).save_pretrained(tmp_path / "base")
-    convert(tmp_path / "base", tmp_path / "tags" / "one", to="tag", names="nxd")
-    names = open_checkpoint(tmp_path / "tags", "one").metadata.keys()
-    assert "model/model.embed_tokens.weight" in names
-    assert "model/lm_head.weight" not in names

@@ -156,7 +156,6 @@ def test_names_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_names_that_are_not_there_are_refused(
     tmp_path: Path, names: dict[str, Any], kind: type[Exception], complaint: str
 ) -> None:
-    """On a load and an import; nothing changes."""
     text, _ = written(tmp_path / "hf", "mistral3", OLD)
     fresh = zeros(text)
     with pytest.raises(kind, match=complaint):

@@ -19,44 +19,26 @@ from tests.hugging_face.saved import differences, live, weights, write_config, w
 from tests.migrate.dcp_directory import from_dcp
 
 CONFIG: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 8,
-    "head_dim": 2,
-    "vocab_size": 6,
-    "num_experts": 2,
-}
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "head_dim": 2,
+    "vocab_size": 6, "num_experts": 2,
+}  # fmt: skip
+
+QKV = ["h.{layer}.q", "h.{layer}.k", "h.{layer}.v"]
+GATE_UP = ["h.{layer}.{expert}.gate", "h.{layer}.{expert}.up"]
 
 MAPPING: dict[str, Any] = {
     "format_version": 1,
     "name": "mine",
     "packed": [
-        {
-            "hf": "h.{layer}.qkv",
-            "parts": ["h.{layer}.q", "h.{layer}.k", "h.{layer}.v"],
-            "heads": ["query", "kv", "kv"],
-            "dim": 0,
-        },
-        {
-            "hf": "h.{layer}.moe",
-            "parts": ["h.{layer}.{expert}.gate", "h.{layer}.{expert}.up"],
-            "dim": 2,
-            "stacked": "expert",
-            "alternating": True,
-        },
+        {"hf": "h.{layer}.qkv", "parts": QKV, "heads": ["query", "kv", "kv"], "dim": 0},
+        {"hf": "h.{layer}.moe", "parts": GATE_UP, "dim": 2, "stacked": "expert", "alternating": True},
         {"hf": "h.{layer}.rows", "parts": "h.{layer}.{expert}.rows", "stacked": "expert", "flat": True},
     ],
     "rules": [
         {"nxd": "h.{layer}.q", "hf": "h.{layer}.q", "heads": "query", "dim": 0},
         {"nxd": "h.{layer}.k", "hf": "h.{layer}.k", "heads": "kv", "dim": 0},
         {"nxd": "h.{layer}.v", "hf": "h.{layer}.v", "heads": "kv", "dim": 0},
-        {
-            "nxd": "h.{layer}.gate_up",
-            "hf": ["h.{layer}.{expert}.gate", "h.{layer}.{expert}.up"],
-            "dim": 2,
-            "stacked": "expert",
-        },
+        {"nxd": "h.{layer}.gate_up", "hf": GATE_UP, "dim": 2, "stacked": "expert"},
         {"nxd": "h.{layer}.rows", "hf": "h.{layer}.{expert}.rows", "dim": 2, "stacked": "expert", "transposed": True},
     ],
 }
@@ -212,7 +194,6 @@ def test_parts_that_differ_are_refused(tmp_path: Path, job: Callable[[], Any], m
 
 
 def test_what_alternates_goes_to_every_form(tmp_path: Path) -> None:
-    """From a job's ranks, bit for bit."""
     state = packed_state()
     source = write_packed(tmp_path / "hf", state)
     convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", mapping=MAPPING, dp=2, tp=2, ep=2)
@@ -239,7 +220,6 @@ def test_what_alternates_goes_to_every_form(tmp_path: Path) -> None:
 def test_a_tensor_of_another_shape_is_refused(
     tmp_path: Path, name: str, shape: tuple[int, ...], complaint: str
 ) -> None:
-    """The error names the tensor as files do."""
     source = write_packed(tmp_path / "hf", {**packed_state(), name: torch.zeros(shape)})
     with pytest.raises(ShapeMismatch, match=complaint):
         convert(source, tmp_path / "run" / "step_0", to="tag", names="nxd", mapping=MAPPING)
@@ -278,7 +258,6 @@ def test_adapters_of_a_packed_layer_are_refused() -> None:
     ],
 )
 def test_a_malformed_entry_is_refused(changes: dict[str, Any], complaint: str) -> None:
-    """The error names the entry and what is wrong with it."""
     entry = {key: value for key, value in {**MAPPING["packed"][0], **changes}.items() if value is not None}
     with pytest.raises(InvalidArgument, match=rf"mine: packed 0.*{complaint}"):
         load_mapping({**MAPPING, "packed": [entry]}, "mine")

@@ -100,7 +100,6 @@ def test_every_number_is_that_of_transformers() -> None:
 def test_another_kind_of_quantization_is_refused(
     tmp_path: Path, part: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """By name, with what to do; and no tag is made."""
     write_quantized(tmp_path / "hub")
     files = load_file(tmp_path / "hub" / "model.safetensors")
     files[f"model.layers.0.mlp.experts.down_proj_{part}"] = torch.zeros(shape, dtype=dtype)
@@ -148,7 +147,6 @@ CASES = [
 def test_quantized_weights_are_refused(
     tmp_path: Path, config: dict[str, Any] | None, tensors: State, text: str
 ) -> None:
-    """The live model stays as it is, and no tag is made."""
     hub = tmp_path / "hub"
     write_files(hub, {**MODEL.config, **(config or {})}, plain() | tensors)
     for strict in (True, False):

@@ -27,7 +27,6 @@ def renamed(state: State, how: str) -> State:
 
 @pytest.mark.parametrize("how", WRAPPED)
 def test_files_of_a_wrapped_model(tmp_path: Path, how: str) -> None:
-    """Are imported and loaded under the model's names."""
     state = JOB.model.state()
     write_files(tmp_path / "hf", JOB.model.config, renamed(state, how))
     convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd", tp=2)
@@ -40,7 +39,6 @@ def test_files_of_a_wrapped_model(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("wrapper", [torch.nn.DataParallel, torch.compile])
 def test_a_wrapped_live_model_is_loaded(tmp_path: Path, wrapper: Any) -> None:
-    """From files of the plain one."""
     state = write_model(tmp_path / "hf", JOB.model)
     model = live(Job(JOB.model).rank(state))
     load_checkpoint(tmp_path / "hf", model=wrapper(model))
@@ -102,7 +100,6 @@ def test_a_mapping_may_have_such_names(tmp_path: Path) -> None:
 
 
 def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
-    """Naming both."""
     twice = {"_orig_mod.model.norm.weight": torch.ones(8), "model.norm.weight": torch.ones(8)}
     write_files(tmp_path / "hf", JOB.model.config, twice)
     with pytest.raises(UnsupportedState, match=r"holds both (_orig_mod\.)?model\.norm\.weight and"):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.hugging_face.layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, RowParallelLinear
+from tests.lora.layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, RowParallelLinear
 
 _FIELDS = (
     *("bias", "init_lora_weights", "lora_alpha", "lora_dropout", "lora_rank", "use_rslora", "target_modules"),

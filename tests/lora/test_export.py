@@ -15,10 +15,10 @@ from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
 from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
-from tests.hugging_face.sharded import CausalLM
 from tests.interop.saving import save_as_every_rank
 from tests.lora.adapters import ALPHA, RANK, adapters_of, adapters_of_rank
 from tests.lora.doubles import LoraConfig, LoraModel
+from tests.lora.sharded import CausalLM
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "separate": (4, {"tp": 2}),

@@ -18,9 +18,9 @@ from nxd_ckpt.errors import KeyMismatch, PartNotFound, TopologyMismatch, Unsuppo
 from tests.conversion.tags import as_nxd
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
-from tests.hugging_face.sharded import CausalLM
 from tests.interop.saving import save_as_every_rank
 from tests.lora.doubles import LightningModule, LoraConfig, LoraModel, NxDModel
+from tests.lora.sharded import CausalLM
 
 TARGETS = ["q_proj", "down_proj"]
 

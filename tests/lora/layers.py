@@ -25,14 +25,6 @@ def parameter(at: Topology, *shape: int, dim: int | None = None, stride: int = 1
     return held
 
 
-def place(module: nn.Module, device: torch.device) -> None:
-    """``module.to(device)`` drops on XLA what is set on parameters: here it stays."""
-    attributes = {name: dict(vars(held)) for name, held in module.named_parameters()}
-    module.to(device)
-    for name, held in module.named_parameters():
-        vars(held).update(attributes[name])
-
-
 class Gather(torch.autograd.Function):
     """The ranks' parts of the last dimension, side by side: each rank's gradient is its own part."""
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxd_ckpt import Topology
-from tests.hugging_face.layers import (
+from tests.hugging_face.reference import Job
+from tests.lora.layers import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
     OutputLayer,
@@ -17,7 +18,6 @@ from tests.hugging_face.layers import (
     RowParallelLinear,
     attend,
 )
-from tests.hugging_face.reference import Job
 
 
 class CausalLM(nn.Module):
@@ -32,10 +32,6 @@ class CausalLM(nn.Module):
         if at.pp_rank == at.pp - 1:
             self.model["norm"] = RMSNorm(at, job.model.hidden)
             self.lm_head = OutputLayer(at, job.model.hidden, job.model.vocab)
-
-    def tie(self) -> None:
-        """The head is the embedding; again after a move, which unties them on XLA."""
-        self.lm_head.weight = self.get_parameter("model.embed_tokens.weight")
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.get_submodule("model.embed_tokens")(tokens)
