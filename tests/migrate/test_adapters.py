@@ -58,21 +58,6 @@ def test_an_adapter_of_which_optimum_neuron_pickled_the_metadata(tmp_path: Path,
     assert [] == differences(expected, load_file(tmp_path / "out" / "adapter_model.safetensors"))
 
 
-@pytest.mark.soak
-def test_peft_takes_the_files(tmp_path: Path) -> None:
-    """The real client loads them onto the base, and nothing is missing."""
-    import peft
-    import transformers
-
-    job = JOBS["copies of heads"]
-    convert(write_adapter(tmp_path, job), tmp_path / "out", to="hf", config=config_of(tmp_path, job))
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**job.model.config))
-    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "out").state_dict()
-    for layer, (a, b) in adapters_of(job.model).items():
-        assert torch.equal(a, tuned[f"{ABOVE}{layer}.lora_A.default.weight"])
-        assert torch.equal(b, tuned[f"{ABOVE}{layer}.lora_B.default.weight"])
-
-
 def test_one_of_several_adapters_is_named(tmp_path: Path) -> None:
     """By its directory, or by that of its shards."""
     job = JOBS["q k v apart"]

@@ -12,18 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from nxd_ckpt import convert, load_checkpoint
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, KeyMismatch, MalformedFile, PartNotFound
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, KeyMismatch, MalformedFile
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, weights, write_config
+from tests.migrate.layouts import untrained
 from tests.migrate.old_run import STEPS, OldRun, model_of, old_run, optimizer_of, scheduler_of, train
 from tests.migrate.written_by_nemo import NEMO_NAME, NemoJob, write_nemo
-
-
-def untrained(model: Model) -> OldRun:
-    """Numbers in the place of a training."""
-    state = model.state()
-    moments = {kind: {name: tensor / part for name, tensor in state.items()} for part, kind in ((3, "exp_avg"),)}
-    return OldRun(Job(model), state, moments, {"last_epoch": STEPS}, 0.1, [])
 
 
 def tied(run: OldRun) -> OldRun:
@@ -60,7 +54,7 @@ def test_the_next_steps_are_those_of_the_old_run(tmp_path: Path) -> None:
 )
 def test_each_tensor_is_that_of_the_model(tmp_path: Path, job: NemoJob) -> None:
     """Weights and moments, bit for bit; of a checkpoint that any rank's file names."""
-    run = untrained(Model(layers=4, heads=8, kv_heads=4))
+    run = untrained(Job(Model(layers=4, heads=8, kv_heads=4)))
     run = tied(run) if job.tied else run
     place = write_nemo(tmp_path / "checkpoints", run, job)
     config = write_config(tmp_path / "config", {**run.job.model.config, "tie_word_embeddings": job.tied})
@@ -75,7 +69,7 @@ def test_each_tensor_is_that_of_the_model(tmp_path: Path, job: NemoJob) -> None:
 
 def test_one_of_several_checkpoints_is_named(tmp_path: Path) -> None:
     """A run keeps several, and the last one under another name."""
-    run = untrained(Model())
+    run = untrained(Job(Model()))
     place = write_nemo(tmp_path / "checkpoints", run, NemoJob(dp=2))
     last = NEMO_NAME.replace(".ckpt", "-last.ckpt")
     write_nemo(place, replace(run, weights={name: one + 1 for name, one in run.weights.items()}), NemoJob(dp=2), last)
@@ -87,26 +81,13 @@ def test_one_of_several_checkpoints_is_named(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """The checkpoint says that it had one."""
-    run = untrained(Model())
+    run = untrained(Job(Model()))
     place = write_nemo(tmp_path / "checkpoints", run, NemoJob(dp=2))
     for rank in place.iterdir():
         shutil.rmtree(rank / "optim")
     config = write_config(tmp_path / "config", run.job.model.config)
     done = convert(place, tmp_path / "run" / "step_3", names="hf", to="tag", config=config)
     assert ("the ZeRO-1 optimizer, whose files are missing",) == done.left_out
-
-
-def _without_rank(place: Path) -> None:
-    shutil.rmtree(place / "tp_rank_01_pp_rank_000")
-
-
-def _without_file(place: Path) -> None:
-    (place / "tp_rank_01_pp_rank_001" / NEMO_NAME).unlink()
-
-
-def _without_optimizer(place: Path) -> None:
-    shutil.rmtree(place / "tp_rank_01_pp_rank_001" / "optim" / "dp_rank_001")
 
 
 def _changed(path: Path, change: Callable[[Any], Any]) -> None:
@@ -149,9 +130,6 @@ def _of_another_model(place: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
-        (_without_rank, PartNotFound, "no megatron_llama.* of tp 1 pp 0"),
-        (_without_file, PartNotFound, "no megatron_llama.* of tp 1 pp 1"),
-        (_without_optimizer, PartNotFound, r"no file 'tp_rank_01_pp_rank_001/optim/dp_rank_001"),
         (_of_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
         (_of_two_layouts, MalformedFile, "several directories of one rank, mp_rank_00, tp_rank_00_pp_rank_000"),
         (_of_too_many_ranks, MalformedFile, f"dp={2**20 + 1}, .* ranks; at most {2**20} are allowed"),
@@ -162,8 +140,8 @@ def _of_another_model(place: Path) -> None:
 def test_what_contradicts_itself(
     tmp_path: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
 ) -> None:
-    """Missing ranks, files of two saves, another model than a Llama: refused, and nothing is written."""
-    run = untrained(Model())
+    """Files of two saves or layouts, another model than a Llama: refused, and nothing is written."""
+    run = untrained(Job(Model()))
     place = write_nemo(tmp_path / "checkpoints", run, NemoJob(pp=2, dp=2))
     damage(place)
     (tmp_path / "config.json").write_text(json.dumps(run.job.model.config))

@@ -27,35 +27,24 @@ from nxd_ckpt.tag.choosing import own_place
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import write_config
-from tests.migrate.old_run import OldRun
-from tests.migrate.written import (
-    pickled_metadata_of,
-    write_nxd,
-    write_nxdt,
-    write_optimum,
-)
+from tests.migrate.layouts import untrained
+from tests.migrate.written import pickled_metadata_of, write_nxd, write_nxdt, write_optimum
 from tests.migrate.written_by_torch_xla import write_fsdp, write_xm_save
 
 JOB = Job(Model(heads=8, head_dim=2), tp=4, pp=2, qkv="linear", copies=2)
-
-
-def untrained(job: Job = JOB) -> OldRun:
-    """Numbers in the place of a training."""
-    state = job.model.state()
-    moments = {"exp_avg": {name: tensor / 3 for name, tensor in state.items()}}
-    return OldRun(job, state, moments, {"last_epoch": 3}, 0.1, [])
+PLAIN = Job(Model())
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``checkpoint-3`` of optimum-neuron. Tests change a copy."""
-    return write_optimum(tmp_path_factory.mktemp("optimum"), untrained(), dp=2)
+    return write_optimum(tmp_path_factory.mktemp("optimum"), untrained(JOB), dp=2)
 
 
 @pytest.fixture(scope="module")
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of torch-xla's FSDP ranks. Tests change a copy."""
-    return write_fsdp(tmp_path_factory.mktemp("fsdp") / "old", untrained(Job(Model())))
+    return write_fsdp(tmp_path_factory.mktemp("fsdp") / "old", untrained(PLAIN))
 
 
 def refused(source: Path, kind: type[CheckpointError], complaint: str, **options: Any) -> None:
@@ -67,89 +56,94 @@ def refused(source: Path, kind: type[CheckpointError], complaint: str, **options
     assert not out.exists()
 
 
-def edited(path: Path, change: Callable[[Any], Any]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+Damage = Callable[[Path], Any]
+Change = Callable[[Any], Any]
 
 
-def _not_metadata(place: Path) -> None:
-    edited(place / "shards" / "mp_metadata_pp_rank_0.json", lambda content: content.pop("parameters"))
-
-
-def _of_another_model(place: Path) -> None:
-    edited(place / "config.json", lambda content: content.update(num_attention_heads=16))
-
-
-def _with_another_name(place: Path) -> None:
-    def change(content: Any) -> None:
-        content["parameters"]["model.extra.weight"] = {"tensor_model_parallel": False}
-
-    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
-
-
-def _without_a_name(place: Path) -> None:
-    edited(
-        place / "shards" / "mp_metadata_pp_rank_1.json", lambda content: content["parameters"].pop("model.norm.weight")
-    )
-
-
-def _with_lora(place: Path) -> None:
-    def change(content: Any) -> None:
-        content["model_weight_transformation_specs"][0]["specs"][0][1]["peft_type"] = "lora"
-
-    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
-
-
-def _of_an_unknown_kind(place: Path) -> None:
-    def change(content: Any) -> None:
-        content["model_weight_transformation_specs"][0]["specs"][0][0] = "NewSpec"
-
-    edited(place / "shards" / "mp_metadata_pp_rank_0.json", change)
-
-
-def _of_two_versions(place: Path) -> None:
-    (place / "shards" / "mp_metadata_pp_rank_1.json").unlink()
-    torch.save(pickled_metadata_of(untrained()), place / "shards" / "mp_metadata_pp_rank_1.pt")
-
-
-def _pickled(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """In the older form, changed."""
-
+def _json(path: str, change: Change) -> Damage:
     def damage(place: Path) -> None:
-        for stage in (0, 1):
-            path = place / "shards" / f"mp_metadata_pp_rank_{stage}.json"
-            path.unlink()
-            content = pickled_metadata_of(untrained())
-            change(content)
-            torch.save(content, path.with_suffix(".pt"))
+        content = json.loads((place / path).read_text())
+        change(content)
+        (place / path).write_text(json.dumps(content))
 
     return damage
 
 
-def _with_other_groups(place: Path) -> None:
-    for path in (place / "shards" / "optim").iterdir():
-        tree = torch.load(path, weights_only=False)
-        first, second = tree["param_groups"]
-        second["params"].insert(0, first["params"].pop())
-        torch.save(tree, path)
+def _metadata(change: Change, stage: int = 0) -> Damage:
+    return _json(f"shards/mp_metadata_pp_rank_{stage}.json", change)
 
 
-def _with_another_step(place: Path) -> None:
-    path = place / "shards" / "optim" / "dp_rank_01_tp_rank_03_pp_rank_01.pt"
-    tree = torch.load(path, weights_only=False)
-    for entries in tree["base_state"].values():
+def _config(**changes: Any) -> Damage:
+    return _json("config.json", lambda content: content.update(changes))
+
+
+def _another_name(content: Any) -> None:
+    content["parameters"]["model.extra.weight"] = {"tensor_model_parallel": False}
+
+
+def _without_a_name(content: Any) -> None:
+    del content["parameters"]["model.norm.weight"]
+
+
+def _with_lora(content: Any) -> None:
+    content["model_weight_transformation_specs"][0]["specs"][0][1]["peft_type"] = "lora"
+
+
+def _of_an_unknown_kind(content: Any) -> None:
+    content["model_weight_transformation_specs"][0]["specs"][0][0] = "NewSpec"
+
+
+def _of_two_versions(place: Path) -> None:
+    (place / "shards" / "mp_metadata_pp_rank_1.json").unlink()
+    torch.save(pickled_metadata_of(untrained(JOB)), place / "shards" / "mp_metadata_pp_rank_1.pt")
+
+
+def _pickled(part: str | None, key: str = "", value: Any = None) -> Damage:
+    """In the older form, with another value; without a part if none is named."""
+
+    def damage(place: Path) -> None:
+        content = pickled_metadata_of(untrained(JOB))
+        if part is None:
+            del content["gqa_qkv_metadata"]
+        else:
+            content[part][key] = value
+        for path in (place / "shards").glob("mp_metadata_*.json"):
+            torch.save(content, path.with_suffix(".pt"))
+            path.unlink()
+
+    return damage
+
+
+def _saved(pattern: str, change: Change) -> Damage:
+    """Files of ``torch.save`` whose content is changed."""
+
+    def damage(place: Path) -> None:
+        for path in place.glob(pattern):
+            content = torch.load(path, weights_only=False)
+            change(content)
+            torch.save(content, path)
+
+    return damage
+
+
+def _optim(change: Change, rank: str = "_*") -> Damage:
+    return _saved(f"shards/optim/dp_rank{rank}.pt", change)
+
+
+def _other_groups(content: Any) -> None:
+    first, second = content["param_groups"]
+    second["params"].insert(0, first["params"].pop())
+
+
+def _another_step(content: Any) -> None:
+    for entries in content["base_state"].values():
         entries["step"] += 1
-    torch.save(tree, path)
 
 
-def _as_context_parallel_ranks_leave_it(place: Path) -> None:
-    """Shards over twice as many ranks as there are files."""
-    for path in (place / "shards" / "optim").iterdir():
-        tree = torch.load(path, weights_only=False)
-        for entries in tree["base_state"].values():
-            entries["exp_avg"] = entries["exp_avg"][: -(-len(entries["exp_avg"]) // 2)].clone()
-        torch.save(tree, path)
+def _shards_of_twice_as_many_ranks(content: Any) -> None:
+    """As context-parallel ranks leave it."""
+    for entries in content["base_state"].values():
+        entries["exp_avg"] = entries["exp_avg"][: -(-len(entries["exp_avg"]) // 2)].clone()
 
 
 def _with_a_number(path: Path, number: Any = 0.5, *, of_all: bool = False) -> None:
@@ -162,48 +156,32 @@ def _with_a_number(path: Path, number: Any = 0.5, *, of_all: bool = False) -> No
     torch.save(tree, path)
 
 
-def _first_rank_with_a_number(place: Path) -> None:
+def _a_number_in_the_first(place: Path) -> None:
     _with_a_number(place / "shards" / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
 
 
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
-        (
-            _first_rank_with_a_number,
-            MalformedFile,
-            r"different state: {1: \['exp_avg', 'step'\]} and {1: \['exp_avg \(float\)', 'step'\]}",
-        ),
-        (_with_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
-        (_as_context_parallel_ranks_leave_it, MalformedFile, r"exp_avg of parameter 0 has shape .*, a shard of"),
-        (_not_metadata, MalformedFile, "mp_metadata_pp_rank_0.json: not the metadata of optimum-neuron"),
-        (_of_another_model, MalformedFile, "has num_attention_heads=16, but the metadata of .* 8"),
-        (_with_another_name, MalformedFile, r"lists model\.extra\.weight that the model's files do not have"),
-        (_without_a_name, MalformedFile, r"files have model\.norm\.weight that it does not list"),
-        (_with_lora, UnsupportedState, r"self_attn has lora adapters, which are not carried"),
-        (_of_an_unknown_kind, UnsupportedState, "was made by NewSpec, which this version does not support"),
+        (_a_number_in_the_first, MalformedFile, r"different state: {1: .*'exp_avg \(float\)', 'step'\]}"),
+        (_optim(_another_step, "_01_tp_rank_03_pp_rank_01"), MalformedFile, "have different steps.* of two saves"),
+        (_optim(_shards_of_twice_as_many_ranks), MalformedFile, r"exp_avg of parameter 0 has shape .*, a shard of"),
+        (_metadata(lambda content: content.pop("parameters")), MalformedFile, "rank_0.json: not the metadata of opt"),
+        (_config(num_attention_heads=16), MalformedFile, "has num_attention_heads=16, but the metadata of .* 8"),
+        (_metadata(_another_name), MalformedFile, r"lists model\.extra\.weight that the model's files do not have"),
+        (_metadata(_without_a_name, 1), MalformedFile, r"files have model\.norm\.weight that it does not list"),
+        (_metadata(_with_lora), UnsupportedState, r"self_attn has lora adapters, which are not carried"),
+        (_metadata(_of_an_unknown_kind), UnsupportedState, "was made by NewSpec, which this version does not support"),
         (_of_two_versions, MalformedFile, "stages have metadata of two versions of optimum-neuron"),
-        (
-            _pickled(lambda content: content["sharded_metadata"].update(extra={"kind": "tied"})),
-            MalformedFile,
-            "metadata of stage 0 lists extra that the model's files do not have",
-        ),
-        (
-            _pickled(lambda content: content.pop("gqa_qkv_metadata")),
-            MalformedFile,
-            r"mp_metadata_pp_rank_0\.pt: not the metadata of optimum-neuron 0\.0\.22 to 0\.2\.0",
-        ),
-        (
-            _pickled(lambda content: content["gqa_qkv_metadata"].update(fuse_qkv=print)),
-            UnsafePickle,
-            r"mp_metadata_pp_rank_0\.pt.*print",
-        ),
-        (_with_other_groups, OptimizerMismatch, "does not usually make groups of .* parameters of this model"),
+        (_pickled("sharded_metadata", "extra", {"kind": "tied"}), MalformedFile, "metadata of stage 0 lists extra"),
+        (_pickled(None), MalformedFile, r"mp_metadata_pp_rank_0\.pt: not the metadata of optimum-neuron 0\.0\.22 to"),
+        (_pickled("gqa_qkv_metadata", "fuse_qkv", print), UnsafePickle, r"mp_metadata_pp_rank_0\.pt.*print"),
+        (_optim(_other_groups), OptimizerMismatch, "does not usually make groups of .* parameters of this model"),
     ],
 )
 @pytest.mark.one_in(2)
 def test_what_contradicts_itself(
-    tmp_path: Path, written: Path, damage: Callable[[Path], None], kind: type[CheckpointError], complaint: str
+    tmp_path: Path, written: Path, damage: Damage, kind: type[CheckpointError], complaint: str
 ) -> None:
     """Metadata of another save or model, adapters; tests/migrate/test_hostile.py has what all layouts refuse."""
     place = tmp_path / written.name
@@ -216,7 +194,7 @@ def test_what_contradicts_itself(
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_number_in_the_place_of_a_moment(tmp_path: Path, number: Any, of_all: bool) -> None:
     """Where there is a single file; of one parameter, where others have a tensor there, and of all."""
-    path = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
+    path = write_xm_save(tmp_path / "run" / "last.pth", untrained(PLAIN))
     _with_a_number(path, number, of_all=of_all)
     with pytest.raises(MalformedFile, match=r"exp_avg of 'model\.\S+' is .*, expected a tensor, (as exp_avg of|like)"):
         convert(path.parent, tmp_path / "step_3", names="hf", to="tag")
@@ -291,15 +269,14 @@ def write_foreign(tag: Path, model: torch.nn.Module, optimizer: dict[str, Any]) 
 
 
 def test_torchtitan_needs_to_know_the_model(tmp_path: Path) -> None:
-    """Names that a script's files hold do not say it."""
-    write_xm_save(tmp_path / "last.pth", untrained())
+    write_xm_save(tmp_path / "last.pth", untrained(JOB))
     with pytest.raises(UnsupportedState, match=r"the model type is not known, .* pass the model's config\.json"):
         convert(tmp_path / "last.pth", tmp_path / "out", to="torchtitan")
 
 
 def test_torchtitan_needs_a_count_of_steps(tmp_path: Path) -> None:
     """An optimizer without one is not put at step 0. The model alone is; other forms need no count."""
-    named = write_nxdt(tmp_path, untrained(), zero1=False)
+    named = write_nxdt(tmp_path, untrained(JOB), zero1=False)
     place = named.rename(named.with_name("run.ckpt"))
     for path in (place / "optim").iterdir():
         tree = torch.load(path)
@@ -320,6 +297,10 @@ ALREADY = "has Hugging Face's form already"
 """Refused in that form; in the others the model is read, and here it is none."""
 
 
+TIERED = ("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata")
+"""Of two ranks, without the first one's metadata."""
+
+
 def _files(*names: str) -> Callable[[Path], None]:
     def write(place: Path) -> None:
         for name in names:
@@ -336,24 +317,11 @@ def _files(*names: str) -> Callable[[Path], None]:
         (_files("a/model/x", "b.ckpt/optim/x"), CheckpointNotFound, r"holds 'a' \(not a checkpoint\), 'b\.ckpt'"),
         (_files(".metadata"), MalformedFile, "not the metadata of torch DCP"),
         (_files("config.json", "model.safetensors"), CheckpointError, f"{ALREADY}|not a whole safetensors file"),
-        (
-            _files("config.json", "model.safetensors", "rng_state.pth"),
-            CheckpointError,
-            f"{ALREADY}|not a whole safetensors file",
-        ),
-        (
-            _files("config.json", "pytorch_model.bin", "training_args.bin"),
-            CheckpointError,
-            f"{ALREADY}|pytorch_model.bin: expected a torch zip file",
-        ),
+        (_files("config.json", "pytorch_model.bin"), CheckpointError, f"{ALREADY}|model.bin: expected a torch zip"),
         (_files("config.json", "pytorch_model-00001-of-00002.bin"), CheckpointError, f"{ALREADY}|1 of 2 shards"),
         (_files("pytorch_model-00001-of-00002.bin"), CheckpointError, f"{ALREADY}|1 of 2 shards"),
         (_files("adapter_model.bin", "optimizer.pt"), CheckpointError, f"{ALREADY}|PEFT adapter, .*merge_and_unload"),
-        (
-            _files("rank_0/step_1/checkpoint.pt", "rank_1/step_1/metadata.metadata"),
-            CheckpointNotFound,
-            "has no .*rank_0/step_1/metadata.metadata, which",
-        ),
+        (_files(*TIERED), CheckpointNotFound, "has no .*rank_0/step_1/metadata.metadata, which"),
         (_files("step_300/checkpoint.pt"), CheckpointNotFound, "'step_300': it holds one file of torch.save"),
         (_files("rank_0/checkpoint.pt"), CheckpointNotFound, "'rank_0': it holds one file of torch.save"),
         (_files("tp999999999999_sharded_checkpoint.safetensors"), MalformedFile, "at most 1048576 are allowed"),
@@ -372,7 +340,7 @@ def test_other_layouts_are_named(
 
 def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
     """Then config.json is asked for; and for the optimizer's names, where the writer is not known."""
-    run = untrained()
+    run = untrained(JOB)
     refused(write_nxdt(tmp_path, run), InvalidArgument, "the model type is not known")
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
@@ -382,7 +350,7 @@ def test_a_tag_alone_does_not_say_which_model_it_is(tmp_path: Path) -> None:
 
 def test_other_copies_than_the_job_says(tmp_path: Path) -> None:
     """``kv_size_multiplier`` that contradicts what is beside the checkpoint, or the copies themselves."""
-    run = untrained()
+    run = untrained(JOB)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(JOB.model.config))
     place = write_nxdt(tmp_path, run)
@@ -397,86 +365,56 @@ def _of_rank(place: Path, rank: int) -> Path:
     return place / f"ckpt_rank-{rank:08d}-of-00000003.pth"
 
 
-def _changed(place: Path, rank: int, change: Callable[[Any], Any]) -> None:
-    content = torch.load(_of_rank(place, rank))
-    change(content)
-    torch.save(content, _of_rank(place, rank))
+def _ranks(change: Change, rank: str = "*") -> Damage:
+    return _saved(f"ckpt_rank-{rank}.pth", change)
 
 
-def _one_of_another_model(place: Path) -> None:
-    def change(content: Any) -> None:
-        info = content["shard_metadata"]["shard_info"][""]
-        next(iter(info.values()))["_orig_size"] = [2000, 8]
-
-    for rank in range(3):
-        _changed(place, rank, change)
+def _a_rank_twice(place: Path) -> None:
+    shutil.copy(_of_rank(place, 1), place / "last_rank-1.pth")
 
 
-def _one_not_described(place: Path) -> None:
-    def change(content: Any) -> None:
-        content["shard_metadata"]["shard_info"][""].popitem()
-
-    for rank in range(3):
-        _changed(place, rank, change)
+def _other_ranks(world_size: int) -> Change:
+    return lambda content: content["shard_metadata"].update(world_size=world_size)
 
 
-def _one_of_another_save(place: Path) -> None:
-    def change(content: Any) -> None:
-        content["optimizer"]["state"][0]["step"] += 1
-
-    _changed(place, 1, change)
+def _two_of_one_name(content: Any) -> None:
+    first, second, *_ = content["shard_metadata"]["shard_info"]["_fsdp_wrapped_module.model.layers.0"].values()
+    second["_orig_name"] = first["_orig_name"]
 
 
-def _of_all(place: Path, change: Callable[[Any], Any]) -> None:
-    for rank in range(3):
-        _changed(place, rank, change)
+def _one_of_another_model(content: Any) -> None:
+    next(iter(content["shard_metadata"]["shard_info"][""].values()))["_orig_size"] = [2000, 8]
 
 
-def _two_of_one_name(place: Path) -> None:
-    def change(content: Any) -> None:
-        first, second, *_ = content["shard_metadata"]["shard_info"]["_fsdp_wrapped_module.model.layers.0"].values()
-        second["_orig_name"] = first["_orig_name"]
-
-    _of_all(place, change)
+def _one_not_described(content: Any) -> None:
+    content["shard_metadata"]["shard_info"][""].popitem()
 
 
-def _one_of_other_groups(place: Path) -> None:
-    def change(content: Any) -> None:
-        first, second = content["optimizer"]["param_groups"]
-        second["params"].append(first["params"].pop(0))
+def _another_save(content: Any) -> None:
+    content["optimizer"]["state"][0]["step"] += 1
 
-    for rank in range(3):
-        _changed(place, rank, change)
+
+def _groups_of_others(content: Any) -> None:
+    first, second = content["optimizer"]["param_groups"]
+    second["params"].append(first["params"].pop(0))
 
 
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
-        (
-            lambda place: shutil.copy(_of_rank(place, 1), place / "last_rank-1.pth"),
-            MalformedFile,
-            "several files of one rank, ckpt_rank-00000001-of-00000003.pth, last_rank-1.pth",
-        ),
-        (
-            lambda place: _changed(place, 2, lambda content: content["shard_metadata"].update(world_size=4)),
-            MalformedFile,
-            "have different shard_metadata",
-        ),
-        (
-            lambda place: _of_all(place, lambda content: content["shard_metadata"].update(world_size=10**12)),
-            MalformedFile,
-            "at most 1048576 are allowed, found 1000000000000",
-        ),
-        (_two_of_one_name, MalformedFile, r"two entries of the model's state dict, .* are of model\."),
-        (_one_of_another_model, MalformedFile, r"shard_metadata says \(2000, 8\) of .*, but the 3 ranks hold shards"),
-        (_one_not_described, MalformedFile, "shard_metadata does not describe _fsdp_shard"),
-        (_one_of_another_save, MalformedFile, "have different param groups, steps or entries"),
-        (_one_of_other_groups, OptimizerMismatch, "does not record which parameters .* leave the optimizer out"),
+        (_a_rank_twice, MalformedFile, "several files of one rank, ckpt_rank-00000001-.*, last_rank-1.pth"),
+        (_ranks(_other_ranks(4), "00000002-*"), MalformedFile, "have different shard_metadata"),
+        (_ranks(_other_ranks(10**12)), MalformedFile, "at most 1048576 are allowed, found 1000000000000"),
+        (_ranks(_two_of_one_name), MalformedFile, r"two entries of the model's state dict, .* are of model\."),
+        (_ranks(_one_of_another_model), MalformedFile, r"says \(2000, 8\) of .*, but the 3 ranks hold shards"),
+        (_ranks(_one_not_described), MalformedFile, "shard_metadata does not describe _fsdp_shard"),
+        (_ranks(_another_save, "00000001-*"), MalformedFile, "have different param groups, steps or entries"),
+        (_ranks(_groups_of_others), OptimizerMismatch, "not record which parameters .* leave the optimizer out"),
     ],
 )
 @pytest.mark.one_in(2)
 def test_ranks_of_fsdp(
-    fsdp: Path, tmp_path: Path, damage: Callable[[Path], Any], kind: type[CheckpointError], complaint: str
+    fsdp: Path, tmp_path: Path, damage: Damage, kind: type[CheckpointError], complaint: str
 ) -> None:
     """Several files of a rank, two saves, metadata that contradicts the tensors."""
     place = Path(shutil.copytree(fsdp, tmp_path / "old"))
@@ -486,7 +424,7 @@ def test_ranks_of_fsdp(
 
 def test_one_file_of_several(tmp_path: Path) -> None:
     """A rank's file of FSDP alone, one of several checkpoints, or no checkpoint at all."""
-    run = untrained(Job(Model()))
+    run = untrained(PLAIN)
     place = write_fsdp(tmp_path / "old", run)
     refused(_of_rank(place, 0), PartNotFound, r"each of 3 ranks; those of ranks 1, 2 are not there")
     for name in ("a.pth", "b.pth"):
@@ -500,7 +438,7 @@ def test_one_file_of_several(tmp_path: Path) -> None:
 
 def test_names_of_torchtitan_are_not_taken_for_those_of_a_target(tmp_path: Path) -> None:
     """Its own directories are not migrated: their names would be in the output."""
-    source = write_xm_save(tmp_path / "run" / "last.pth", untrained(Job(Model())))
+    source = write_xm_save(tmp_path / "run" / "last.pth", untrained(PLAIN))
     config = write_config(tmp_path / "config", Model().config)
     convert(source, tmp_path / "checkpoint", to="torchtitan", config=config, optimizer=False)
     place, complaint = tmp_path / "checkpoint" / "step-0", "has no model under the usual keys; .*optim_key="
@@ -509,7 +447,7 @@ def test_names_of_torchtitan_are_not_taken_for_those_of_a_target(tmp_path: Path)
 
 def test_a_run_may_be_called_as_a_rank(tmp_path: Path) -> None:
     """Only what SageMaker's tiered storage wrote is named from the directory of all ranks, where it is read."""
-    tag = write_nxd(tmp_path / "rank_3" / "step_5", untrained())
+    tag = write_nxd(tmp_path / "rank_3" / "step_5", untrained(JOB))
     assert (str(tmp_path / "rank_3"), "step_5") == own_place(tag, LocalStorage) == _place(locate_input(tag))
     tiered = tmp_path / "job" / "rank_1" / "step_5"
     _files("rank_1/step_5/checkpoint.pt", "rank_0/step_5/metadata.metadata")(tmp_path / "job")
