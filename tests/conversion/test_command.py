@@ -23,30 +23,6 @@ def command(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_nxds_flags_convert_to_full_and_to_shards(tmp_path: Path) -> None:
-    """With the flags of NxD's tool."""
-    source = save_example(tmp_path, 2)
-    full, dp3 = tmp_path / "full", tmp_path / "dp3"
-
-    assert 0 == command("convert", source, full, "--to", "tag", "--optimizer-form", "zero1_full")
-    sharding = ("--optimizer-form", "zero1", "--dp", 3, "--num-workers", 1, "--optim-only")
-    assert 0 == command("convert", full, dp3, "--to", "tag", *sharding)
-
-    assert None is difference(plainly(whole()), plainly(optimizers(full)[0]))
-    assert None is difference(plainly(sharded(whole(), 3, 2)), plainly(optimizers(dp3)[2]))
-    assert not (dp3 / "model").exists()
-
-
-def test_an_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a traceback, and exit code 1."""
-    source = save_example(tmp_path, 2)
-
-    code = command("convert", source, source, "--to", "tag", "--optimizer-form", "zero1_full")
-
-    assert 1 == code
-    assert "inside the other" in capsys.readouterr().err
-
-
 def test_reshard_keeps_the_sizes_that_are_not_given(tmp_path: Path) -> None:
     """Sizes that are not given stay; how parameters are cut, and stages, come from JSON files."""
     source = save_example(tmp_path, 2)
@@ -77,7 +53,6 @@ def test_reshard_keeps_the_sizes_that_are_not_given(tmp_path: Path) -> None:
 def test_a_wrong_file_is_named(
     tmp_path: Path, option: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not JSON, or not what the option takes."""
     file = tmp_path / "given.json"
     file.write_text(text)
 
@@ -86,7 +61,6 @@ def test_a_wrong_file_is_named(
 
 
 def test_the_script_runs_from_a_checkout(tmp_path: Path) -> None:
-    """Without installation, and from any directory."""
     save_example(tmp_path, 2)
     flags = ["--input_dir", "step_3", "--output_dir", "dp3", "--convert_to_sharded", "--dp_size", "3"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -150,7 +124,6 @@ def test_nxds_command_needs_what_nxds_needs(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_nxds_command_is_installed_under_its_name() -> None:
-    """As the script that pip makes calls it."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10")
     scripts = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
     assert convert_zero_checkpoints.main is pkgutil.resolve_name(scripts["nxd_convert_zero_checkpoints"])

@@ -116,7 +116,6 @@ def test_what_an_interrupted_copy_left_is_verified(tmp_path: Path) -> None:
 
 
 def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:
-    """The file is named, and nothing becomes visible."""
     source = save_example(tmp_path / "input", 2)
     flip(shard(source, 1))
     with pytest.raises(DigestMismatch, match="dp_rank_01"):
@@ -129,7 +128,6 @@ def test_a_damaged_tag_is_not_copied(tmp_path: Path) -> None:
 
 
 def test_damage_in_a_file_of_neuronx_distributed_is_found(tmp_path: Path) -> None:
-    """By the digests in the file itself."""
     source = save_example(tmp_path / "input", 2)
     (source / "manifest.json").unlink()
     shutil.rmtree(source / "index")
@@ -143,7 +141,6 @@ def test_damage_in_a_file_of_neuronx_distributed_is_found(tmp_path: Path) -> Non
 
 
 def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    """And then by a complete copy."""
     source = save_example(tmp_path / "input", 2)
     old = save_example(tmp_path / "output", 1, "copy", step=1)
     before = contents(old)

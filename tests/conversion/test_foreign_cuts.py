@@ -55,7 +55,6 @@ def test_a_cut_into_one_partition_is_refused(
 def test_a_cut_that_cannot_be_is_refused(
     model: GoldenModel, name: str, cut: Any, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the parameter's name, before anything is written."""
     (tmp_path / "cuts.json").write_text(json.dumps(cut))
     options = ["--to", name, "--partitions", tmp_path / "cuts.json"]
     words = ["convert", model.saved.directory / TAG, tmp_path / "out", *options]
@@ -108,13 +107,6 @@ def test_a_live_model_says_which_dimension_is_not_there(model: GoldenModel) -> N
     for target, topology in ((live, Topology()), ({}, Topology(dp=2, tp=1, rank=0))):
         with pytest.raises(InvalidArgument, match=r"partitions= of embed.weight: its partition cuts dimension 2"):
             load_checkpoint(model.saved.directory, model=target, topology=topology, strict=False, **cut)
-
-
-def test_the_example_in_the_help_is_right(model: GoldenModel, tmp_path: Path) -> None:
-    """A cut into as many partitions as there are ranks makes the whole tensor."""
-    whole = open_checkpoint(model.saved.directory, partitions={"embed.weight": Partition(0, num_partitions=2)})
-    parts = [whole.model_state(rank)["embed.weight"] for rank in (0, 1)]
-    assert torch.equal(torch.cat(parts), whole.read("model/embed.weight"))
 
 
 def test_names_in_another_order_are_refused(model: GoldenModel, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nxd_ckpt import convert, open_checkpoint
-from tests.conversion.tags import contents, optimizers, plainly, unsharded
+from tests.conversion.tags import contents, optimizers, plainly
 from tests.golden.checkpoints import saved
 from tests.tag.equality import difference
 
@@ -46,31 +46,6 @@ def test_the_output_is_that_of_nxds_converter(golden: Path, tmp_path: Path, form
         assert None is difference(plainly(expected), plainly(optimizers(tmp_path / name)), name)
         names = {path.name for path in (golden / "k_convert" / form / name / "optim").iterdir()}
         assert names <= {path.name for path in (tmp_path / name / "optim").iterdir()}
-
-
-@pytest.mark.parametrize("name", ZERO1)
-@pytest.mark.one_in(2)
-def test_unsharded_files_hold_the_shards_of_all_ranks(golden: Path, tmp_path: Path, name: str) -> None:
-    """With master weights, padding, stages and experts: each replica group's shards, one after the other."""
-    source = saved(golden, name)
-    before = contents(source.directory)
-    checkpoint = open_checkpoint(source.directory, "step_3")
-    at = checkpoint.topology
-
-    convert(source.directory / "step_3", tmp_path / "full", to="tag", optimizer_form="zero1_full", durable=False)
-
-    full = open_checkpoint(tmp_path, "full")
-    for rank, found in enumerate(optimizers(tmp_path / "full")):
-        place = full.topology.coordinates_of(rank)
-        shards = [checkpoint.optimizer_state(peer) for peer in at.replicas(place)]
-        expected = unsharded(shards)
-        if at.ep > 1:
-            own = unsharded([checkpoint.optimizer_state(peer) for peer in at.replicas(place, expert=True)])
-            offset = expected["ep_base_state_offset"]
-            experts = {index: entry for index, entry in own["base_state"].items() if index >= offset}
-            expected["base_state"] = {**expected["base_state"], **experts}
-        assert None is difference(plainly(expected), plainly(found), f"rank {rank}")
-    assert before == contents(source.directory)
 
 
 @pytest.mark.parametrize("name", ["b_dp2_zero1_xser", "e_dp2_tp2_bf16_master_pt", *ZERO1[-3:]])

@@ -59,7 +59,6 @@ def test_an_output_is_written_in_place_where_no_directory_is_renamed(
 @pytest.mark.parametrize("convert", CONVERSIONS, ids=["files", "dcp"])
 @pytest.mark.usefixtures("no_directory_is_renamed")
 def test_an_output_that_fails_in_place_leaves_nothing(tmp_path: Path, convert: Callable[..., Any]) -> None:
-    """Nor the directories that were made for it."""
     save_checkpoint(tmp_path / "run", "t", {"weight": torch.arange(6.0)})
     close_checkpointers()
     (model,) = (tmp_path / "run" / "t" / "model").iterdir()

@@ -28,7 +28,6 @@ from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import contents, model, optimizers, plainly, save_example
-from tests.golden.checkpoints import saved
 from tests.hugging_face.saved import differences, write_config
 from tests.migrate.layouts import PLAIN, untrained
 from tests.support.damage import flip
@@ -85,15 +84,6 @@ def test_an_archive_is_a_tar(tmp_path: Path) -> None:
     first = [".nxd_ckpt/members.json", "manifest.json"]
     first += [f"index/dp_rank_0{rank}_tp_rank_00_pp_rank_00.json" for rank in range(2)]
     assert (first, ["checkpoint", "done"]) == (files[:4], files[-2:])
-
-
-def test_tags_of_nxd_are_packed_too(golden: Path, tmp_path: Path) -> None:
-    """By the digests in their files; what they hold is found again."""
-    one = saved(golden, "b_dp2_zero1_xser")
-    convert(one.directory / "step_3", tmp_path / "nxd.tar", to="tar")
-    checkpoint = open_checkpoint(tmp_path / "nxd.tar")
-    assert None is difference(dict(one.held("step_3", 0)["model"]), dict(checkpoint.model_state(0)))
-    assert () == verify_checkpoint(tmp_path / "nxd.tar").problems
 
 
 def test_an_archive_in_a_store_is_read_by_ranges(tmp_path: Path) -> None:
@@ -194,7 +184,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_archives_are_refused(tmp_path: Path, name: str) -> None:
-    """As a whole, before anything in them is read."""
     data, match = HOSTILE[name]
     (tmp_path / "x.tar").write_bytes(data)
     with pytest.raises(MalformedFile, match=match):

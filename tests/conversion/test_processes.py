@@ -12,10 +12,10 @@ import pytest
 from nxd_ckpt import convert
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout
-from tests.conversion.tags import optimizers, plainly, remains, save_example, sharded, whole
+from tests.conversion.tags import optimizers, plainly, save_example, sharded, whole
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import save_job, write_config
-from tests.support.processes import run_program, run_ranks
+from tests.support.processes import run_ranks
 from tests.tag.equality import difference
 
 ROOT = Path(__file__).parents[2]
@@ -47,13 +47,6 @@ if everyone == "yes" or dist.get_rank() == 0:
 dist.barrier()
 """
 
-ALONE = """
-import sys
-from nxd_ckpt import convert
-
-convert(sys.argv[1], sys.argv[2], to="tag", optimizer_form="zero1_full")
-"""
-
 GROWTH = """
 import resource, sys, torch
 from nxd_ckpt import convert
@@ -76,7 +69,6 @@ def environment_of_a_job() -> dict[str, str]:
 
 
 def test_several_workers_share_the_ranks(tmp_path: Path) -> None:
-    """The result is that of one worker."""
     source = save_example(tmp_path, 2, use_xser=True)
 
     convert(source, tmp_path / "dp5", to="tag", optimizer_form="zero1", dp=5, num_workers=2)
@@ -87,7 +79,6 @@ def test_several_workers_share_the_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_workers")
 def test_an_error_in_a_worker_is_raised(tmp_path: Path) -> None:
-    """As its own class, and nothing is left."""
     source = save_example(tmp_path / "input", 2)
     shard = source / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
     shard.write_bytes(shard.read_bytes()[:-100])
@@ -98,30 +89,7 @@ def test_an_error_in_a_worker_is_raised(tmp_path: Path) -> None:
     assert not (tmp_path / "output" / "dp5").exists()
 
 
-def test_two_processes_of_torchrun_make_one_tag(tmp_path: Path) -> None:
-    """Each writes a share; the first commits."""
-    source = save_example(tmp_path / "input", 2)
-
-    ended = run_ranks(MEMBER, *[[source, tmp_path / "output" / "dp3", 3]] * 2)
-
-    assert [0, 0] == [one.returncode for one in ended]
-    cut = [sharded(whole(), 3, rank) for rank in range(3)]
-    assert None is difference(plainly(cut), plainly(optimizers(tmp_path / "output" / "dp3")))
-    assert [] == remains(tmp_path / "output")
-
-
-def test_a_process_of_multiprocessing_converts(tmp_path: Path) -> None:
-    """As any other: what its parent does is of no concern to the conversion."""
-    source = save_example(tmp_path / "input", 2)
-
-    ended = run_program(ALONE, source, tmp_path / "output" / "full")
-
-    assert (0, "") == (ended.returncode, ended.stderr)
-    assert 1 == len(optimizers(tmp_path / "output" / "full"))
-
-
 def test_processes_that_mean_different_results_are_refused(tmp_path: Path) -> None:
-    """On both, before anything is written."""
     source = save_example(tmp_path / "input", 2)
 
     ended = run_ranks(MEMBER, *[[source, tmp_path / "output" / "dp3", dp] for dp in (3, 4)])

@@ -24,7 +24,6 @@ from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument
 from nxd_ckpt.output import locations
 from nxd_ckpt.output.locations import remove_unused
 from nxd_ckpt.storage import local, system
-from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing
 from tests.support.processes import run_program
@@ -157,7 +156,6 @@ def test_a_second_process_is_refused_before_it_changes_anything(tags: Path) -> N
 
 
 def test_a_second_thread_is_refused(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each kind of output, also where it replaces one."""
     for kind, replaces in product(OUTPUTS, (False, True)):
         output = tags / f"outputs of {kind}" / kind
 
@@ -168,7 +166,7 @@ def test_a_second_thread_is_refused(tags: Path, monkeypatch: pytest.MonkeyPatch)
                     OUTPUTS[kind](tags / "old", output, durable=False, overwrite=True)
 
         with monkeypatch.context() as patch:
-            patch.setattr(locations, "open_storage", partial(hooked, second))
+            disturb(patch, second)
             OUTPUTS[kind](tags / ("new" if replaces else "old"), output, durable=False, overwrite=replaces)
         assert replaces == made_of(output)
         assert [output] == list(output.parent.iterdir())
@@ -197,7 +195,7 @@ def test_a_lease_that_could_not_be_given_back_is_taken_again(tags: Path, monkeyp
     output = tags / "outputs" / "whole"
     hook = failing("remove", ".nxd_ckpt/lease.json", OSError(errno.EIO, "broken"))
     with monkeypatch.context() as patch:
-        patch.setattr(locations, "open_storage", partial(hooked, hook))
+        disturb(patch, hook)
         unshard_checkpoint(tags / "old", output, durable=False)
     assert (output.parent / ".whole.lease" / ".nxd_ckpt" / "lease.json").exists()
     unshard_checkpoint(tags / "new", output, durable=False, overwrite=True)
@@ -248,7 +246,7 @@ def test_a_store_keeps_what_the_next_process_completed(
             (directory / last).write_text("the next one's")
 
     with monkeypatch.context() as patch:
-        patch.setattr(locations, "open_storage", partial(hooked, take_over))
+        disturb(patch, take_over)
         with pytest.raises(DirectoryInUse, match="another job took over"):
             OUTPUTS[kind](tags / "old", f"tree://{directory / kind}")
     assert "the next one's" == (directory / last).read_text()
@@ -274,8 +272,11 @@ def tree() -> None:
     fsspec.register_implementation("tree", Tree, clobber=True)
 
 
-def hooked(hook: Hook, *given: Any) -> Storage:
-    return HookedStorage(open_storage(*given), hook)
+def disturb(patch: pytest.MonkeyPatch, hook: Hook, *, exchanges: bool = True) -> None:
+    """Ask the hook before each operation on outputs; names can be exchanged, or not."""
+    patch.setattr(locations, "open_storage", lambda *given: HookedStorage(open_storage(*given), hook))
+    if not exchanges:
+        patch.setattr(local, "exchange", lambda one, other: False)
 
 
 def test_what_fails_to_be_replaced_stays(tags: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +291,7 @@ def test_what_fails_to_be_replaced_stays(tags: Path, monkeypatch: pytest.MonkeyP
             if not exchanges:
                 patch.setattr(local, "exchange", lambda one, other: False)
             hook = failing(name, pattern, OSError(errno.EIO, "broken"))
-            patch.setattr(locations, "open_storage", partial(hooked, hook))
+            disturb(patch, hook)
             with pytest.raises(CheckpointError, match="broken"):
                 unshard_checkpoint(tags / "new", output, overwrite=True)
         assert 0 == made_of(output.rename(output.with_name("whole")))
@@ -336,7 +337,6 @@ def test_what_was_moved_without_an_answer_is_moved_back(
 def test_an_exchange_without_an_answer_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: bool
 ) -> None:
-    """What happened counts, whatever the system says."""
     for name in ("one", "other"):
         (tmp_path / name).write_text(name)
     exchange = system._renameat2
@@ -361,7 +361,7 @@ def test_a_replaced_output_that_cannot_be_removed_is_no_error(
     unshard_checkpoint(tags / "old", output, durable=False)
     with monkeypatch.context() as patch:
         hook = failing("rename", ".whole.replaced -> *", OSError(errno.EIO, "broken"))
-        patch.setattr(locations, "open_storage", partial(hooked, hook))
+        disturb(patch, hook)
         unshard_checkpoint(tags / "new", output, overwrite=True, durable=False)
     assert 1 == made_of(output)
     assert "is complete, but the one that it replaces was not removed: [Errno 5] broken" in caplog.text
@@ -381,10 +381,8 @@ def test_what_was_to_be_replaced_stays_where_the_new_one_was_removed(
         if operation.name in ("swap", "rename") and operation.key.startswith((".whole", "whole")):
             shutil.rmtree(output.with_name(".whole.incomplete"), ignore_errors=True)
 
-    if not exchanges:
-        monkeypatch.setattr(local, "exchange", lambda one, other: False)
     with monkeypatch.context() as patch:
-        patch.setattr(locations, "open_storage", partial(hooked, remove))
+        disturb(patch, remove, exchanges=exchanges)
         with pytest.raises(CheckpointError, match="No such file"):
             unshard_checkpoint(tags / "new", output, overwrite=True)
     assert 0 == made_of(output)

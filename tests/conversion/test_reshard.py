@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Partition, Topology, convert, load_checkpoint, open_checkpoint
+from nxd_ckpt import Partition, Topology, convert, open_checkpoint
 from nxd_ckpt.conversion import tag_writer
-from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch
+from nxd_ckpt.errors import InvalidArgument, TopologyMismatch
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import as_nxd, contents, save_example
-from tests.golden.checkpoints import saved
 from tests.reshard.ranks import fresh, load_rank, save_job
 from tests.reshard.transformer import layout_of, weights_of
 from tests.reshard.whole import Layout, Weight, expected
@@ -82,35 +81,6 @@ def test_ranks_are_planned_once_and_written_side_by_side(
     assert () == verify_checkpoint(tmp_path / "result", "step_3").problems
 
 
-def test_a_tag_of_nxds_with_partitions(golden: Path, tmp_path: Path) -> None:
-    """NxD does not record how parameters are cut: told so, the tag is put together from both of its ranks."""
-    source = saved(golden, "g_dp2_tp2_nozero1_xser")
-    held = [source.held("step_3", rank) for rank, at in enumerate(source.topologies) if at.dp_rank == 0]
-    cut = {
-        about["name"]: Partition(about["partition_dim"], num_partitions=2)
-        for about in held[0]["params"]
-        if about["tensor_model_parallel"]
-    }
-
-    names = [held[0]["optimizer_param_names"]]
-
-    tag = source.directory / "step_3"
-    convert(tag, tmp_path / "tp1", to="tag", tp=1, partitions=cut, saved_param_names=names, durable=False)
-
-    def put_together(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        dim = cut[name].partition_dim if name in cut else None
-        return parts[0] if dim is None else torch.cat(parts, dim)
-
-    loaded: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {}
-    load_checkpoint(tmp_path, "tp1", loaded, optimizer, topology=Topology())
-    for name, tensor in loaded.items():
-        assert torch.equal(put_together(name, [rank["model"][name] for rank in held]), tensor), name
-    for index, name in enumerate(name for group in names[0] for name in group):
-        moments = [rank["optimizer"]["state"][index]["exp_avg"] for rank in held]
-        assert torch.equal(put_together(name, moments), optimizer["state"][index]["exp_avg"]), name
-
-
 def test_experts_that_only_the_optimizer_shows_are_no_replicas(tmp_path: Path) -> None:
     """Where NxD's tag has master weights in place of weights, ranks' experts are still told from ranks' copies."""
     weights = [replace(w, left_out=w.kind == "parameter") for w in weights_of(torch.bfloat16, experts=True)]
@@ -135,26 +105,6 @@ def test_experts_that_only_the_optimizer_shows_are_no_replicas(tmp_path: Path) -
         assert None is difference(expected(weights, after, at), rank.held())
 
 
-def test_a_cut_that_is_not_known_is_refused(golden: Path, tmp_path: Path) -> None:
-    """Without partitions NxD's tag cannot be put together: an error that says so, and no result."""
-    source = saved(golden, "g_dp2_tp2_nozero1_xser")
-
-    names = [source.held("step_3", 0)["optimizer_param_names"]]
-    with pytest.raises(TopologyMismatch, match="partitions="):
-        convert(source.directory / "step_3", tmp_path / "tp1", to="tag", tp=1, saved_param_names=names)
-    with pytest.raises(TopologyMismatch, match=r"embed.weight, .*partitions=.*saved_param_names="):
-        convert(source.directory / "step_3", tmp_path / "tp1", to="tag", tp=1)
-    assert not (tmp_path / "tp1").exists()
-
-
-def test_parameters_without_names_cannot_change_stages(golden: Path, tmp_path: Path) -> None:
-    """NxD's optimizer files do not name parameters: with other stages their order tells nothing."""
-    source = saved(golden, "h_tp2_pp2_zero1_xser")
-
-    with pytest.raises(OptimizerMismatch, match="saved_param_names="):
-        convert(source.directory / "step_3", tmp_path / "pp1", to="tag", pp=1)
-
-
 @pytest.mark.parametrize(
     ("sizes", "error", "complaint"),
     [
@@ -168,7 +118,6 @@ def test_parameters_without_names_cannot_change_stages(golden: Path, tmp_path: P
 def test_sizes_that_do_not_fit_are_refused(
     tmp_path: Path, sizes: dict[str, Any], error: type[Exception], complaint: str
 ) -> None:
-    """Before a byte is written, with the reason."""
     weights = weights_of(experts=True)
     save_job(tmp_path, weights, layout_of("dp2ep2", weights))
     before = contents(tmp_path / "step_1")

@@ -67,7 +67,6 @@ def test_the_side_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    """Neither the file nor a writer that is still open."""
 
     def refuse(nbytes: int) -> None:
         raise OSError("no more")
