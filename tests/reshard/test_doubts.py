@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nxd_ckpt
-from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
+from nxd_ckpt import Partition, Topology, errors, load_checkpoint
 from tests.interop.saving import save_as_every_rank
 from tests.tag.equality import difference
 
@@ -78,15 +78,6 @@ def test_heads_that_several_ranks_hold(tmp_path: Path, order: str) -> None:
         as_nxd_wrote_it(directory), errors.TopologyMismatch, "partitions= with its num_partitions", live,
         topology=Topology(tp=8),
     )  # fmt: skip
-
-
-def test_attributes_are_believed_though_neighbours_are_alike(tmp_path: Path) -> None:
-    """A live module says at the save how it is cut: that two ranks hold the same values is chance."""
-    values = torch.arange(8.0).reshape(4, 2)
-    directory = save(tmp_path, Topology(tp=2), lambda rank: {"model": Model({"k": values}, {"k": columns(2)})})
-    whole: dict[str, torch.Tensor] = {}
-    load_checkpoint(directory, "tag", whole, topology=Topology())
-    assert torch.equal(torch.cat([values, values]), whole["k"])
 
 
 def test_heads_in_an_order_that_is_not_recorded(tmp_path: Path) -> None:
@@ -163,13 +154,6 @@ def test_tensors_inside_extra_state_load_where_all_ranks_agree(tmp_path: Path) -
         else:
             with pytest.raises(errors.TopologyMismatch, match="stats: nothing records how it is cut"):
                 load_checkpoint(directory, "tag", other, topology=Topology())
-
-
-def test_one_name_on_two_stages_must_mean_one_tensor(tmp_path: Path) -> None:
-    """Where they differ, neither is taken."""
-    save(tmp_path, Topology(pp=2), lambda rank: {"model": {"shared": torch.full((2,), float(rank))}})
-    live = Model({"shared": torch.zeros(2)})
-    refuse(tmp_path, errors.TopologyMismatch, r"shared: pipeline stages \[0, 1\]", live, topology=Topology())
 
 
 def _lr(model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -314,27 +298,21 @@ def test_the_same_sizes_with_partitions_that_the_attributes_do_not_say(tmp_path:
     assert torch.equal(heads[3], live.state_dict()["k"])
 
 
-def save_alike(directory: Path, name: str) -> torch.Tensor:
-    """A tag of a parameter that is said to be cut over two ranks, and that both hold alike; the values of one."""
+@pytest.mark.parametrize("said_by", ["attributes", "partitions"])
+@pytest.mark.parametrize("name", ["up.bias", "attention.weight_k"])
+def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Path, name: str, said_by: str) -> None:
+    """By a live module or by ``partitions=``: biases that are not trained, frozen blocks, one seed on all ranks."""
     values = torch.arange(8.0).reshape(4, 2)
-    for rank in range(2):
-        save_checkpoint(
-            directory, "t", {name: values.clone()}, topology=Topology(tp=2, rank=rank), run_id="x", async_save=True,
-            partitions={name: Partition(partition_dim=0, num_partitions=2)},
-        )  # fmt: skip
-    close_checkpointers()
-    return values
-
-
-@pytest.mark.parametrize("name", ["up.bias", "attention.weight_k", "value_head.bias"])
-def test_a_cut_that_is_said_is_believed_though_neighbours_are_alike(tmp_path: Path, name: str) -> None:
-    """Biases that are not trained, frozen blocks, one seed on all ranks: on one rank and on four."""
-    values = save_alike(tmp_path, name)
+    partitions = {name: Partition(partition_dim=0, num_partitions=2)} if said_by == "partitions" else None
+    parameter = torch.nn.Parameter(values.clone())
+    if partitions is None:
+        vars(parameter).update(columns(2))
+    save(tmp_path, Topology(tp=2), lambda rank: {"model": {name: parameter}}, partitions=partitions)
     whole = torch.cat([values, values])
     for tp in (1, 4):
         for rank in range(tp):
             loaded: dict[str, torch.Tensor] = {}
-            load_checkpoint(tmp_path, "t", loaded, topology=Topology(tp=tp, rank=rank))
+            load_checkpoint(tmp_path, "tag", loaded, topology=Topology(tp=tp, rank=rank))
             assert torch.equal(whole.chunk(tp)[rank], loaded[name])
 
 

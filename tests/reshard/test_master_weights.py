@@ -37,7 +37,6 @@ def test_master_weights_take_float32_weights(tmp_path: Path, to: str, saves_mast
 
 
 def test_tied_weights_take_one_master_weight(tmp_path: Path) -> None:
-    """Both names of a tied parameter get its rounding."""
     tied = [*TRAINED, replace(TRAINED[0], name="tied_head", alias=TRAINED[0].name)]
     save_job(tmp_path, in_float32(tied), layout_of("dp2tp2", tied, master_weights=False))
     live = layout_of("dp2", tied)

@@ -57,20 +57,6 @@ def test_one_live_group_cannot_have_the_options_of_two(kept: Path) -> None:
     refuse(kept, live, errors.OptimizerMismatch, "group")
 
 
-def test_a_parameter_that_was_not_saved(kept: Path) -> None:
-    """A live name that no stage has; a close one of those that nobody wants is suggested."""
-    weights = changed("block0_down", lambda weight: replace(weight, name="block0_dawn"))
-    live = fresh(weights, layout_of("dp3", weights), LIVE.topology)
-    refuse(kept, live, errors.KeyMismatch, r"missing.*'block0_dawn' \(did you mean 'block0_down'\?\); unexpected")
-
-
-def test_a_parameter_that_is_not_live(kept: Path) -> None:
-    """On a single stage, a saved name that the model lacks is one that would be lost."""
-    weights = [weight for weight in WEIGHTS if weight.name != "block0_scale"]
-    live = fresh(weights, layout_of("dp3", weights), LIVE.topology)
-    refuse(kept, live, errors.KeyMismatch, "unexpected in the checkpoint: 'block0_scale'")
-
-
 @pytest.mark.parametrize(("trained_at_save", "trained_live"), [(True, False), (False, True)])
 def test_another_set_of_trained_parameters(tmp_path: Path, trained_at_save: bool, trained_live: bool) -> None:
     """Frozen when it was saved and trained now, or the reverse: the optimizers do not hold the same parameters."""
@@ -139,7 +125,6 @@ def test_attributes_of_the_live_model_make_up_for_lost_ones(tmp_path: Path) -> N
 
 
 def test_partitions_at_the_save_make_up_for_lost_attributes(tmp_path: Path) -> None:
-    """With ``partitions=`` the same save loads anywhere."""
     partitions = {name: cut for name, cut in SAVED.cuts.items() if cut != Partition()}
     save_as_every_rank(tmp_path, "step_1", SAVED.ranks, unmarked, durable=False, partitions=partitions)
     for at in LIVE.ranks:
@@ -222,16 +207,3 @@ def test_partitions_that_do_not_fit(kept: Path) -> None:
     refuse(kept, live, errors.InvalidArgument, "no_such", partitions={"no_such": Partition(0)})
     wrong = {"embed": Partition(0, num_partitions=5)}
     refuse(kept, live, errors.InvalidArgument, "embed", partitions=wrong)
-
-
-def test_names_that_both_have_without_strict(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``strict=False`` loads what both have, on other sizes too; the optimizer has to fit all the same."""
-    weights = [*[weight for weight in WEIGHTS if weight.name != "block0_scale"], Weight("late", (2, 2), kind="frozen")]
-    layout: Layout = layout_of("dp3", weights)
-    live = fresh(weights, layout, layout.topology)
-    before = live.held()["model"]["late"]
-    load_rank(kept, live, strict=False)
-    wanted = expected(weights, layout, layout.topology)
-    wanted["model"]["late"] = before
-    assert None is difference(wanted, live.held())
-    assert "late" in caplog.text

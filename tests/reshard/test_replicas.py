@@ -206,23 +206,6 @@ def test_what_replicas_read_together(
         assert max(found) - min(found) <= 2 * LARGEST
 
 
-def load_into_dicts(rank: int, directory: Path) -> str | None:
-    """Where what is read together differs from what each reads for itself."""
-    found: list[Any] = []
-    for share_reads in (False, True):
-        model: dict[str, Any] = {}
-        optimizer: dict[str, Any] = {}
-        checkpointer = Checkpointer(directory, topology=Topology(dp=RANKS, rank=rank))
-        checkpointer.load("step_1", model, optimizer, share_reads=share_reads)
-        found.append(picture([model, optimizer]))
-    return difference(*found)
-
-
-def test_dicts_are_filled(gloo_ranks: RankPool, saved: dict[str, Path]) -> None:
-    """In place of live objects."""
-    assert [None] * RANKS == gloo_ranks.run(load_into_dicts, saved["plain"])
-
-
 def load_onto_device(rank: int, directory: Path) -> str | None:
     """Where a model on this rank's XLA device differs from the saved one."""
     import torch_xla
