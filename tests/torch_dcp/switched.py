@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from nxd_ckpt import Checkpointer, dcp
+from nxd_ckpt import dcp
 from tests.bad_input.live import Net
 from tests.torch_dcp.coded import Coded, blank, coded
 from tests.torch_dcp.ranks import gathered, picture, training
-from tests.torch_dcp.writing import fsdp2_job, whole
+from tests.torch_dcp.writing import fsdp2_job
 
 
 class Application:
@@ -57,17 +57,6 @@ def resumed(rank: int, directory: Path, how: str) -> bool:
     return picture(other, fresh) == before and found["step"] == 7
 
 
-def from_a_checkpointer(rank: int, directory: Path) -> bool:
-    """What a Checkpointer saved is resumed by dcp.load, whatever the keys, on other placements too."""
-    model, optimizer = fsdp2_job()
-    with Checkpointer(directory) as checkpointer:
-        checkpointer.save("step_1", model, optimizer)
-    other, fresh = fsdp2_job(lr=9.0, seed=4)
-    state: dict[str, Any] = {"trainer": Application(other, fresh)}
-    dcp.load(state, checkpoint_id=directory / "step_1")
-    return picture(other, fresh) == picture(model, optimizer)
-
-
 def halves(rank: int, directory: Path) -> list[float]:
     """Each rank is a group of its own; both save at a time."""
     groups: Any = [dist.new_group([number]) for number in range(dist.get_world_size())]
@@ -76,24 +65,6 @@ def halves(rank: int, directory: Path) -> list[float]:
     state = {"model": {"w": torch.zeros(3)}}
     dcp.load(state, checkpoint_id=place, process_group=groups[rank])
     return state["model"]["w"].tolist()
-
-
-def pairs(rank: int, directory: Path) -> list[Any]:
-    """The second of two pairs saves for both, as with HSDP; then all load it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shards = mesh["shard"]
-    if rank >= 2:
-        state = {"model": {"w": distribute_tensor(whole("uneven"), shards, [Shard(0)])}, "step": 3}
-        dcp.save(state, checkpoint_id=directory / "pair", process_group=shards.get_group())
-        saving = dcp.async_save(state, checkpoint_id=directory / "later", process_group=shards.get_group())
-        saving.result()
-    dist.barrier()
-    found = []
-    for name in ("pair", "later"):
-        read: dict[str, Any] = {"model": {"w": distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0), Shard(1)])}}
-        dcp.load(read, checkpoint_id=directory / name)
-        found.append(gathered(read["model"]["w"]))
-    return found
 
 
 def onto_meta(rank: int, directory: Path) -> bool:

@@ -25,24 +25,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from nxd_ckpt import Partition, convert, diff_checkpoints, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.conversion import to_dcp as conversion
-from nxd_ckpt.errors import (
-    DigestMismatch,
-    InvalidArgument,
-    KeyMismatch,
-    MalformedFile,
-    PartNotFound,
-    UnsafePickle,
-)
-from nxd_ckpt.reshard.whole_tag import WholeTag
-from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.opened import open_complete_tag
+from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, MalformedFile, PartNotFound, UnsafePickle
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import Net, jobs
 from tests.cli.checkpoints import CONTENT, save_examples, whole
 from tests.conversion.tags import contents, save_example
 from tests.golden.checkpoints import saved
-from tests.reshard.whole_tensors import read
 from tests.support.rank_pool import RankPool
 from tests.tag.equality import difference
 from tests.torch_dcp import ranks
@@ -130,24 +119,14 @@ def test_any_chunks_become_a_tag_of_any_sizes(
     """Each rank holds what the partitions say, and put together again it is the whole."""
     directory = tmp_path_factory.mktemp("sizes")
     write_chunks(directory / "dcp", chunks)
-    convert(
-        directory / "dcp",
-        directory / "tag", to="tag",
-        dp=ep,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        partitions=CUT,
-        stages=STAGES if pp == 2 else None,
-        use_xser=xser,
-        durable=False,
-    )
+    sizes: dict[str, Any] = {"dp": ep, "tp": tp, "pp": pp, "ep": ep, "stages": STAGES if pp == 2 else None}
+    options: dict[str, Any] = {"partitions": CUT, "use_xser": xser, "durable": False}
+    convert(directory / "dcp", directory / "tag", to="tag", **sizes, **options)
     held = open_checkpoint(directory, "tag")
     last = {**held.model_state(0), **held.model_state(held.topology.world_size - 1)}
     assert torch.equal(whole("expert").chunk(ep)[-1].chunk(tp, dim=1)[-1], last["expert"])
-    tag = WholeTag(opened := open_complete_tag(open_storage(directory), "tag"))
     for name in WHOLES:
-        assert torch.equal(whole(name), read(opened, tag, f"model/{name}")), name
+        assert torch.equal(whole(name), held.read(f"model/{name}")), name
 
 
 def write_chunks(directory: Path, chunks: dict[str, list[tuple[slice, ...]]]) -> None:
@@ -234,7 +213,6 @@ def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
 def test_arguments_that_cannot_be_are_refused(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    """Before anything is written."""
     save_whole(tmp_path / "dcp", {"model": {"a": torch.ones(2)}})
     with pytest.raises(error, match=match):
         convert(tmp_path / "dcp", tmp_path / "tag", to="tag", **options)

@@ -237,7 +237,6 @@ UNCUT = {**optimizer(Topology()), "base_state": {0: {"row_var": torch.ones(5)}}}
     ids=["plain", "no-names", "no-shapes", "uncut", "general"],
 )
 def test_what_the_form_cannot_hold_is_refused(tmp_path: Path, state: Any, param_names: Any, message: str) -> None:
-    """The error says what to do; nothing is saved."""
     with pytest.raises(errors.UnsupportedState, match=message):
         save_checkpoint(tmp_path, "t", optimizer=state, param_names=param_names, use_zero1_dcp=True)
     assert not (tmp_path / "t").exists()

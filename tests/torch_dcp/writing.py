@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
@@ -25,7 +25,7 @@ from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter
 from tests.bad_input.live import Net
 from tests.support.logged import logged
-from tests.torch_dcp.ranks import gathered, picture, resume, training
+from tests.torch_dcp.ranks import gathered, picture, training
 
 BESIDE = {"note": "hi", "steps": 5, "train_state": {"seen": torch.arange(3), "lists": [[1, 2], (3, "x")]}}
 """What is of neither model nor optimizer."""
@@ -47,27 +47,10 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer), **BESIDE}
 
 
-def saved_fsdp2(rank: int, directory: Path, how: str) -> dict[str, Any]:
-    """Save what was trained, then train on before an async save is through; what was saved, gathered."""
+def saved_fsdp2(rank: int, directory: Path) -> dict[str, Any]:
+    """Save what was trained; what that is, gathered."""
     model, optimizer = fsdp2_job()
-    before = picture(model, optimizer)
-    state, writer = state_of(model, optimizer), StorageWriter(directory, f"by_{how}")
-    if how == "save":
-        save(state, storage_writer=writer)
-        return before
-    kind = AsyncCheckpointerType.THREAD if how == "thread" else AsyncCheckpointerType.PROCESS
-    group = torch.distributed.new_group(backend="gloo")  # training goes on in the other
-    saving: Any = async_save(state, storage_writer=writer, async_checkpointer_type=kind, process_group=group)
-    training(model, optimizer)
-    assert picture(model, optimizer) != before
-    saving.result()
-    return before
-
-
-def resumed(rank: int, directory: Path, tag: str) -> dict[str, Any]:
-    """Another job on the same ranks, once it has loaded."""
-    model, optimizer = fsdp2_job(lr=9.0, seed=4)
-    resume(StorageReader(directory / tag), model, optimizer)
+    save(state_of(model, optimizer), storage_writer=StorageWriter(directory, "by_save"))
     return picture(model, optimizer)
 
 
