@@ -61,6 +61,5 @@ def test_every_kind_of_mesh_is_loaded_by_every_kind_and_by_nxd(
 
 @pytest.mark.parametrize("sizes", NXD)
 def test_every_kind_of_mesh_loads_a_job_of_nxd(pools: dict[int, RankPool], tmp_path: Path, sizes: str) -> None:
-    """From any sizes to any mesh."""
     save_job(tmp_path, WEIGHTS, nxd(sizes))
     assert [] == differing(pools, tmp_path)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from nxd_ckpt import Checkpointer, Partition, Topology
-from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.options.execution import Verify
 from nxd_ckpt.storage import progress
 from nxd_ckpt.storage.local import LocalStorage
@@ -25,6 +24,7 @@ from tests.interop.saving import save_as_every_rank
 from tests.mesh import jobs
 from tests.support.damage import flip
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
 from tests.support.terminal import Terminal
 
 AT_MOST = 1.15
@@ -183,36 +183,6 @@ def test_the_bar_of_a_shared_verification_ends_full(gloo_ranks: RankPool, tmp_pa
     assert "verify: 100%" == re.findall(r"verify: +\d+%", shown)[-1]
 
 
-def refused(rank: int, directory: Path) -> list[str]:
-    """What a load says of damage in each of some files, and whether the model is as it was."""
-    module, optimizer = job("rows")
-    with Checkpointer(directory, durable=False) as checkpointer:
-        checkpointer.save("step_1", module, optimizer)
-        said = []
-        for number, part in enumerate(("model", "optim", "model", "optim")):
-            file = directory / "step_1" / part / f"shard_rank_{number:05}.pt"
-            module, optimizer = job("columns")
-            for again in (False, True):
-                dist.barrier()
-                if rank == 0:
-                    flip(file, file.stat().st_size * 3 // 10)  # inside of a tensor
-                dist.barrier()
-                if not again:
-                    try:
-                        checkpointer.load(None, module, optimizer)
-                        said.append("nothing")
-                    except CheckpointError as error:
-                        live = [jobs.local(one) for one in module.parameters()]
-                        kept = all(bool((one == rank).all()) for one in live)
-                        said.append(f"{type(error).__name__}, {kept}")
-    return said
-
-
-def test_what_one_rank_verifies_stops_all(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Damage in a block is found by the rank whose share it is, and nothing changes on any."""
-    assert [["DigestMismatch, True"] * 4] * 4 == gloo_ranks.run(refused, tmp_path)
-
-
 def refused_of_copies(rank: int, directory: Path) -> list[str]:
     """What two hosts' loads of copies of one tag say of damage in the second host's, in each of some files."""
     own, other = directory / "own", directory / "other"
@@ -233,11 +203,7 @@ def refused_of_copies(rank: int, directory: Path) -> list[str]:
                     flip(file, file.stat().st_size * 3 // 10)
                 dist.barrier()
                 if len(said) == number:
-                    try:
-                        checkpointer.load(None, module, optimizer)
-                        said.append("nothing")
-                    except CheckpointError as error:
-                        said.append(type(error).__name__)
+                    said.append(refusal(lambda: checkpointer.load(None, module, optimizer)).partition(":")[0])
     return said
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from nxd_ckpt import convert, diff_checkpoints, open_checkpoint
+from nxd_ckpt import convert
 from tests.hugging_face.reference import Model
 from tests.hugging_face.saved import differences, weights, write_model
 from tests.mesh import hugging_face
@@ -51,23 +49,8 @@ def test_an_optimizer_is_exported(gloo_ranks: RankPool, tmp_path: Path, name: st
     assert state.keys() == document["state"].keys()
 
 
-def test_a_learning_rate_that_is_a_tensor_is_read(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """By what compares tags, and by what writes them for torch."""
-    state = write_model(tmp_path / "hf", MODEL)
-    for tag, rate in (("a", 0.5), ("b", 0.25)):
-        gloo_ranks.run(hugging_face.trained, state, "sharded", rate, tmp_path / tag)
-    difference = diff_checkpoints(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"))
-    found = {one.name: (float(one.a), float(one.b)) for one in difference.values}
-    assert {"optim/param_groups/0/lr": (0.5, 0.25)} == found
-    convert(tmp_path / "a" / "step_1", tmp_path / "dcp", to="dcp")
-    read = {"optim.param_groups.0.lr": torch.zeros(())}
-    dcp_load(read, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
-    assert {"optim.param_groups.0.lr": torch.tensor(0.5)} == read
-
-
 @pytest.mark.parametrize("name", ["sharded", "staged"])
 def test_a_tensor_of_no_rank_is_refused(gloo_ranks: RankPool, tmp_path: Path, name: str) -> None:
-    """On all ranks, and nothing changes on any."""
     state = write_model(tmp_path, MODEL)
     save_file({**state, "model.layers.9.mlp.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
     for said in gloo_ranks.run(hugging_face.loaded, tmp_path, state, name, tmp_path / "run"):

@@ -19,46 +19,21 @@ BATCH = 8
 STEPS = 10, 13
 
 
-class MasterAdam(torch.optim.Optimizer):
-    """Adam for bf16 weights, with master weights and moments in fp32."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self._update(weight, self.state[weight], group)
-
-    def _update(self, weight: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        grad, betas = weight.grad.float(), group["betas"]  # type: ignore[union-attr]
-        if not state:
-            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(grad), "exp_avg_sq": torch.zeros_like(grad)}
-            state["master_weights"] = weight.detach().float()
-        state["step"] += 1
-        first = state["exp_avg"].lerp_(grad, 1 - betas[0]) / (1 - betas[0] ** int(state["step"]))
-        second = state["exp_avg_sq"].lerp_(grad * grad, 1 - betas[1]) / (1 - betas[1] ** int(state["step"]))
-        state["master_weights"].sub_(group["lr"] * first / (second.sqrt() + group["eps"]))
-        weight.copy_(state["master_weights"])
-
-
-
 class Run:
-    """A job that trains bf16 weights, on one batch that all ranks have."""
+    """A job that trains on one batch that all ranks have."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 12), nn.Linear(12, 12)]
-        self.model = nn.Sequential(*layers, nn.Linear(12, 12)).bfloat16()
+        self.model = nn.Sequential(*layers, nn.Linear(12, 12))
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self.optimizer = MasterAdam(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step / 100))
         self.content, self.loader = {"consumed_samples": 0}, {"num_yielded": 0}
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            inputs = torch.randn(BATCH, 12).bfloat16()
+            inputs = torch.randn(BATCH, 12)
             (self.model(inputs) - inputs.roll(1, 1)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -67,14 +42,8 @@ class Run:
             self.loader["num_yielded"] += 1
 
     def save(self, saver: Checkpointer, tag: str) -> None:
-        saver.save(
-            tag,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            user_content=dict(self.content),
-            rank_content={"loader": dict(self.loader)},
-        )
+        content: dict[str, Any] = {"user_content": dict(self.content), "rank_content": {"loader": dict(self.loader)}}
+        saver.save(tag, self.model, self.optimizer, self.scheduler, **content)
 
     def held(self) -> dict[str, torch.Tensor]:
         """What this rank holds of every tensor; to be changed in place."""
@@ -159,14 +128,12 @@ def saved(gloo_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_the_run_is_well(saved: Path) -> None:
-    """Without a mutant nothing is found."""
     before, after = (open_checkpoint(saved, tag) for tag in ("before", "after"))
     assert () == examine_checkpoint(after, before=before).findings
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_mutant_is_caught(saved: Path, mutant: Mutant) -> None:
-    """As a problem of its kind that names what is wrong."""
     before, after = (open_checkpoint(saved, tag) for tag in ("before", mutant.__name__))
     problems = [one for one in examine_checkpoint(after, before=before).findings if one.severity == "problem"]
     kind, what = MUTANTS[mutant]

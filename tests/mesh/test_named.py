@@ -46,7 +46,6 @@ def load(rank: int, directory: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("first", "then"), [("fsdp x tp", "fsdp"), ("plain", "hsdp"), ("fsdp", "plain")])
 @pytest.mark.one_in(2)
 def test_both_come_back_on_any_mesh(gloo_ranks: RankPool, tmp_path: Path, first: str, then: str) -> None:
-    """Whole tensors of models and optimizers are equal."""
     expected = gloo_ranks.run(save, tmp_path, first)[0]
     found = gloo_ranks.run(load, tmp_path, then)[0]
     assert None is difference(expected, found)

@@ -1,5 +1,6 @@
 """Independent models on some of the ranks each: they save, load and resume without the others (``process_group=``)."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, Topology, list_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.api import close_checkpointers
-from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal, refusals
 
 
 def made(half: int, shape: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -87,18 +88,11 @@ def functions(rank: int, directory: Path) -> tuple[bool, list[str]]:
         {"process_group": dist.new_group([rank for rank in range(4) if rank != 3])},
         {"process_group": group, "topology": Topology(dp=4, rank=rank)},
     ]
-    messages = []
-    for options in wrong:
-        try:
-            Checkpointer(directory / "wrong", **options)
-        except InvalidArgument as error:
-            messages.append(str(error))
+    messages = refusals(partial(Checkpointer, directory / "wrong", **options) for options in wrong)
     sharded, _, _ = made(half, "fsdp")
     third = dist.new_group([0, 2]), dist.new_group([1, 3])
-    try:
-        save_checkpoint(directory / f"third_{rank % 2}", "t", sharded, process_group=third[rank % 2])
-    except (UnsupportedState, CheckpointError) as error:
-        messages.append(str(error))
+    to = directory / f"third_{rank % 2}"
+    messages.append(refusal(lambda: save_checkpoint(to, "t", sharded, process_group=third[rank % 2])))
     close_checkpointers()
     return same and torch.equal(torch.ones(2), state["w"]), messages
 
@@ -116,13 +110,10 @@ def test_functions_take_a_process_group(gloo_ranks: RankPool, tmp_path: Path) ->
 
 
 def without(rank: int, directory: Path) -> str:
-    try:
-        save_checkpoint(directory / f"half_{rank // 2}", "t", {"w": torch.ones(2)}, timeout=4.0)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        close_checkpointers()
-    return ""
+    place = directory / f"half_{rank // 2}"
+    said = refusal(lambda: save_checkpoint(place, "t", {"w": torch.ones(2)}, timeout=4.0))
+    close_checkpointers()
+    return said
 
 
 def test_a_forgotten_process_group_is_named(gloo_ranks: RankPool, tmp_path: Path) -> None:

@@ -107,22 +107,6 @@ def test_replicas_share_the_writing() -> None:
     assert len({plan.digest for plan in plans}) == 1
 
 
-def save_without_optimizer(rank: int, directory: Path, name: str) -> None:
-    """Two saves with an optimizer, and two without one, of which retention keeps the newest each time."""
-    model, optimizer = jobs.trained(name)
-    with Checkpointer(directory) as checkpointer:
-        for number in range(4):
-            checkpointer.save(f"s{number}", model, optimizer if number < 2 else None, num_kept_ckpts=1)
-
-
-@pytest.mark.parametrize("name", ["fsdp", "hsdp x tp"])
-@pytest.mark.one_in(2)
-def test_the_newest_tag_with_an_optimizer_stays(gloo_ranks: RankPool, tmp_path: Path, name: str) -> None:
-    """While all newer ones lack one; in the files of a mesh job, too."""
-    gloo_ranks.run(save_without_optimizer, tmp_path, name)
-    assert ["s1", "s3"] == sorted(path.parent.name for path in tmp_path.glob("*/done"))
-
-
 def _probed(rank: int, directory: Path, saved: str, live: str) -> list[list[tuple[str, str]]]:
     """What the probe finds on this rank after a load, and once a bit of its first weight is changed."""
     model, optimizer = jobs.trained(saved)

@@ -76,7 +76,6 @@ def test_damage_is_found(tag: tuple[Path, dict[str, Any]]) -> None:
 def test_a_report_shows_ranks_in_their_mesh(
     tag: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the names of its dimensions."""
     assert 0 == main(["report", str(tag[0]), "--json", "--count", "0"])
     places = [rank["place"] for rank in json.loads(capsys.readouterr().out)["ranks"]]
     assert [{"fsdp": rank // 2, "tp": rank % 2} for rank in range(4)] == places

@@ -94,5 +94,4 @@ def overlapping(rank: int, directory: Path) -> str:
 
 
 def test_steps_in_the_backward_pass_are_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """By the option's name."""
     assert all("overlap_with_ddp=True" in message for message in gloo_ranks.run(overlapping, tmp_path))
