@@ -77,14 +77,6 @@ def test_flags_are_what_they_mean(tmp_path: Path, library: Any, flag: Callable[[
         assert None is difference(states(saved), states(fresh))
 
 
-def test_the_function_is_queued_and_called_later(tmp_path: Path, library: Any):
-    """A step closure holds the function object and calls it after the step."""
-    closure = (library.save_checkpoint, (str(tmp_path), "step_1", torch.nn.Linear(2, 2)))
-    function, arguments = closure
-    function(*arguments)
-    assert library.has_checkpoint(str(tmp_path))
-
-
 def test_what_was_saved_is_freed(tmp_path: Path, library: Any):
     """A directory for each save, of tensors made for it: none is held on to."""
     made = []
@@ -102,7 +94,6 @@ def test_what_was_saved_is_freed(tmp_path: Path, library: Any):
 
 
 def test_workers_do_not_count_with_xser(tmp_path: Path, library: Any):
-    """num_workers=-1 is ignored with xser, as there."""
     library.save_checkpoint(str(tmp_path), "shards", torch.nn.Linear(2, 2), num_workers=-1, use_xser=True)
     assert library.has_checkpoint(str(tmp_path))
 

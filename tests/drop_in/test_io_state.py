@@ -74,7 +74,6 @@ def test_a_removal_is_queued_behind_the_save_in_flight(tmp_path: Path, library: 
 
 
 def test_a_removal_without_a_save_in_flight(tmp_path: Path, library: Any):
-    """After a synchronous save the tag is gone at once."""
     save(library, tmp_path, "a")
     save(library, tmp_path, "b")
     library.trainer.checkpoint.g_iostate.submit_remove(-1, False, ["a"])

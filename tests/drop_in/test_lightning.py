@@ -30,7 +30,6 @@ def test_it_stays_an_instance(adapter: Any):
 
 @pytest.mark.parametrize("master_dp_only", [True, False])
 def test_the_strategys_calls(tmp_path: Path, adapter: Any, master_dp_only: bool):
-    """Lightning's dict is saved, loaded and removed."""
     path = tmp_path / "checkpoints" / "epoch=0-step=5.ckpt"
     checkpoint = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": [{"state": {}}], "global_step": 5}
     assert None is adapter.save_checkpoint(checkpoint, path, storage_options=None, master_dp_only=master_dp_only)
@@ -49,7 +48,6 @@ def test_storage_options_are_refused(tmp_path: Path, adapter: Any):
 
 
 def test_undone(tmp_path: Path, adapter: Any):
-    """After uninstall() the methods are NxD's own."""
     nxd_ckpt.uninstall()
     with pytest.raises(AssertionError, match="own save_checkpoint"):
         adapter.save_checkpoint({}, tmp_path / "a.ckpt")

@@ -84,7 +84,6 @@ def test_flags_of_a_command_line(tmp_path: Path, checkpointing: Any):
 
 
 def test_an_optimizer_under_its_key(tmp_path: Path, checkpointing: Any):
-    """model_key names the part for model_or_optimizer."""
     saved, fresh = trained(), trained(1)
     checkpointing.save(state_of(*saved), str(tmp_path))
     rest = checkpointing.load(str(tmp_path), model_or_optimizer=fresh[1], model_key="optimizer")
@@ -114,14 +113,12 @@ def test_the_directory_is_overwritten_and_others_files_stay(tmp_path: Path, chec
 
 
 def test_what_no_load_could_read_is_left_out(tmp_path: Path, checkpointing: Any, caplog: pytest.LogCaptureFixture):
-    """As in user content."""
     checkpointing.save({"global_step": 1, "hparams_type": RankPool}, str(tmp_path))
     assert {"global_step": 1} == checkpointing.load(str(tmp_path))
     assert "checkpoint['hparams_type']" in caplog.text
 
 
 def test_the_parts_load_as_a_tag(tmp_path: Path, checkpointing: Any):
-    """nxd_ckpt.load_checkpoint opens the directory too."""
     saved, fresh = trained(), trained(1)
     checkpointing.save(state_of(*saved), str(tmp_path / "out"))
     assert {"global_step": 5, "epoch": 1} == nxd_ckpt.load_checkpoint(tmp_path / "out", None, *fresh)
@@ -129,7 +126,6 @@ def test_the_parts_load_as_a_tag(tmp_path: Path, checkpointing: Any):
 
 
 def test_neuronx_distributeds_own_file(tmp_path: Path, checkpointing: Any):
-    """What NxD wrote loads."""
     (tmp_path / FILE).parent.mkdir()
     torch.save({"model": {"w": torch.ones(2)}, "global_step": 3}, tmp_path / FILE)
     assert None is difference({"model": {"w": torch.ones(2)}, "global_step": 3}, checkpointing.load(str(tmp_path)))

@@ -22,7 +22,6 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import (
-    DigestMismatch,
     IncompatibleState,
     InvalidArgument,
     KeyMismatch,
@@ -117,18 +116,6 @@ def test_load_keys_gives_plain_values_as_a_difference_names_them(tmp_path: Path)
         load_keys(tmp_path / "run", ["user_content/epochs"])
     with pytest.raises(InvalidArgument, match="pre_download=True"):
         load_keys(tmp_path / "run", names, work_dir=tmp_path)
-
-
-def test_a_changed_byte_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
-    """The digests of what is read are verified, also of a box."""
-    save_examples(tmp_path)
-    checkpoint = open_checkpoint(tmp_path, "cut")
-    stub: Any = checkpoint.opened.model_tree(checkpoint.topology.coordinates_of(0))["norm"]
-    with (tmp_path / "cut" / stub.file).open("r+b") as file:
-        file.seek(stub.offset)
-        file.write(b"\xff\xfe\xfd\xfc")
-    with pytest.raises(DigestMismatch, match="model/norm"):
-        checkpoint.read("model/norm", slice(1, 2))
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)

@@ -32,7 +32,6 @@ def test_a_line_has_axes_and_a_gap_where_nothing_is_known() -> None:
     ],
 )
 def test_labels_of_an_axis_are_round(values: list[float], options: dict[str, Any], labels: list[str]) -> None:
-    """They enclose the values."""
     at, names = list(range(len(values))), ["t"] * len(values)
     drawn = chart([Series("", "one", values)], at, names, lambda value: str(round(value, 9)), **options)
     assert labels == [label["text"] for label in drawn["y"]]

@@ -63,7 +63,6 @@ def test_what_is_not_what_was_saved_is_named(directory: Path, caplog: pytest.Log
 
 
 def test_what_a_load_left_out_is_not_compared(directory: Path) -> None:
-    """With the filters of the load."""
     run = Run(seed=1)
     options: dict[str, Any] = {"ignore_keys": ["model/4.*", "optim/*"]}
     load_checkpoint(directory, "t", run.model, run.optimizer, **options)

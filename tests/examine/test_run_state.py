@@ -27,7 +27,6 @@ def _save(**fields: Any) -> dict[str, Any]:
 
 
 def test_the_latest_sound_tag_is_named() -> None:
-    """With the reason why the latest one is not it."""
     tags = _tags(30, 20, 10)
     assert ("good", "Resume from step_200") == resume_line(tags, {}, ["step_200"])[:2]
     line = resume_line(tags, unsound({"step_200": ["model/w"], "step_100": []}), ["step_200", "step_100"])
@@ -40,7 +39,6 @@ def test_the_latest_sound_tag_is_named() -> None:
 
 
 def test_a_tag_that_was_not_looked_at_is_not_advised() -> None:
-    """It is named, with what is known of it."""
     tags = _tags(30, 20, 10)
     line = resume_line(tags, {}, ["step_100"])
     assert ("good", "Last complete tag: step_200", "the latest tag; its bytes and values were not looked at") == line

@@ -33,17 +33,6 @@ def test_one_process_loads_what_any_rank_held(golden: Path, name: str) -> None:
             assert None is difference(held["user_content"], content)
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "scheduler"])
-def test_any_part_loads_by_itself(golden: Path, part: str) -> None:
-    """A partial load fills what is asked for, and returns the user content all the same."""
-    golden_one = saved(golden, "h_tp2_pp2_zero1_xser")
-    held = golden_one.held("step_3", 2)
-    loaded: dict[str, Any] = {part: {}}
-    content = load_checkpoint(golden_one.directory, "step_3", **loaded, topology=golden_one.topologies[2])
-    assert None is difference(held[part], loaded[part])
-    assert None is difference(held["user_content"], content)
-
-
 def test_an_opened_checkpoint_shows_the_same(golden: Path) -> None:
     """``open_checkpoint`` reads every rank's state without being one of the ranks."""
     golden_one = saved(golden, "c_dp2_tp2_zero1_xser")

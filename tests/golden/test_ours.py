@@ -42,7 +42,6 @@ def test_every_rank_loads_what_it_held(golden_of_ours: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero1_dp2_tp2_bf16", "zero1_dp2_tp2_bf16_xser"])
 def test_it_is_resharded(golden_of_ours: Path, tmp_path: Path, name: str) -> None:
-    """Its tensors are the same on other sizes."""
     directory = golden_of_ours / name / "ckpt"
     convert(directory / "step_2", tmp_path / "step_2", to="tag", dp=1, tp=4)
     found = diff_checkpoints(open_checkpoint(directory), open_checkpoint(tmp_path))

@@ -71,7 +71,6 @@ def test_of_several_models_none_is_guessed(saved: Path, tmp_path: Path) -> None:
 
 
 def test_an_accelerators_checkpoint_is_loaded(saved: Path) -> None:
-    """With both models, which are tags in it."""
     expected = torch.load(saved / "accelerate.pt", weights_only=True)
     job: Any = accelerate_run.Job(saved / "accelerate")
     job.accelerator.prepare(torch.nn.Linear(2, 2))
@@ -81,7 +80,6 @@ def test_an_accelerators_checkpoint_is_loaded(saved: Path) -> None:
 
 
 def test_damage_is_refused(saved: Path) -> None:
-    """Of a file beside the tag, and of the seal."""
     place = saved / "transformers" / "checkpoint-2"
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")

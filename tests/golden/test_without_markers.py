@@ -35,7 +35,6 @@ def test_it_loads_by_its_name(golden: Path, directory: Path, caplog: pytest.LogC
 
 
 def test_it_is_opened_verified_and_converted_by_its_name(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By functions and commands alike."""
     assert open_checkpoint(directory, TAG).topology.tp == 2
     assert () == verify_checkpoint(directory, TAG).problems
     assert main(["inspect", str(directory / TAG)]) == 0

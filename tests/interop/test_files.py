@@ -112,40 +112,25 @@ def test_weights_are_left_out_only_where_nxd_can_load_the_rest(
     assert warning.startswith(f"avoid_saving_lower_precision_weights=True has no effect, all weights are saved: {why}")
 
 
-def test_experts_in_bare_dicts_are_not_lost(golden: Path, tmp_path: Path) -> None:
-    """Nothing says which tensors are experts', of which each ep rank has its own: then all of them write all."""
+@pytest.mark.parametrize("use_xser", [True, False])
+def test_experts_in_bare_dicts_are_not_lost(golden: Path, tmp_path: Path, use_xser: bool) -> None:
+    """Nothing says which tensors are experts', of which each ep rank has its own: then all of them write all. Without
+    ZeRO-1 and xser, NxD loses the optimizer of ep ranks above 0: here each has its file."""
     golden_one = saved(golden, "i_dp2_tp2_ep2_nozero1_xser")
+    held = [golden_one.held("step_3", rank) for rank in range(len(golden_one.topologies))]
 
     def what(rank: int) -> dict[str, Any]:
-        held = golden_one.held("step_3", rank)
-        return {"model": held["model"], "optimizer": held["optimizer"]}
+        return {part: held[rank][part] for part in ("model", "optimizer")}
 
-    save_as_every_rank(tmp_path, "bare", golden_one.topologies, what, use_xser=True)
+    save_as_every_rank(tmp_path, "bare", golden_one.topologies, what, use_xser=use_xser)
+    files = {f"dp_rank_00_ep_rank_{ep:02d}_tp_rank_{tp:02d}_pp_rank_00.pt" for ep in (0, 1) for tp in (0, 1)}
+    for part in ("model", "optim"):
+        written = [path.name for path in (tmp_path / "bare" / part).iterdir()]
+        assert files == {name for name in written if not name.endswith((".info.pt", ".tensors"))}
     for rank, topology in enumerate(golden_one.topologies):
         loaded: dict[str, Any] = {"model": {}, "optimizer": {}}
         load_checkpoint(tmp_path, "bare", **loaded, topology=topology)
-        held = golden_one.held("step_3", rank)
-        assert None is difference({part: held[part] for part in loaded}, loaded)
-
-
-def test_experts_optimizer_is_written_in_plain_files_too(golden: Path, tmp_path: Path) -> None:
-    """Without ZeRO-1 and xser, NxD loses the optimizer of ep ranks above 0: here each has its file."""
-    golden_one = saved(golden, "i_dp2_tp2_ep2_nozero1_xser")
-
-    def what(rank: int) -> dict[str, Any]:
-        held = golden_one.held("step_3", rank)
-        return {"model": held["model"], "optimizer": held["optimizer"]}
-
-    save_as_every_rank(tmp_path, "plain", golden_one.topologies, what, use_xser=False)
-    files = {f"dp_rank_00_ep_rank_{ep:02d}_tp_rank_{tp:02d}_pp_rank_00.pt" for ep in (0, 1) for tp in (0, 1)}
-    for part in ("model", "optim"):
-        assert files == {path.name for path in (tmp_path / "plain" / part).iterdir()}
-    for rank, topology in enumerate(golden_one.topologies):
-        model: dict[str, Any] = {}
-        optimizer: dict[str, Any] = {}
-        load_checkpoint(tmp_path, "plain", model, optimizer, topology=topology)
-        held = golden_one.held("step_3", rank)
-        assert None is difference({"m": held["model"], "o": held["optimizer"]}, {"m": model, "o": optimizer})
+        assert None is difference(what(rank), loaded)
 
 
 def test_num_workers_does_not_show_in_the_files(golden: Path, tmp_path: Path) -> None:

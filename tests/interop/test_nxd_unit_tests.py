@@ -72,7 +72,6 @@ def test_what_nxds_tests_expect_of_a_checkpoint_is_there(tmp_path: Path) -> None
 
 @pytest.mark.both
 def test_the_optimizer_is_a_torch_dcp_directory(tmp_path: Path) -> None:
-    """The optimizer in a torch DCP directory."""
     tag = save_and_load(tmp_path / "ckpts", "unittest_dcp", {"use_zero1_dcp": True}, use_zero1_dcp=True)
     assert is_one_of_nxds(tag, MODEL)
     assert [True, True] == [(tag / "optim" / file).is_file() for file in (".metadata", "__0_0.distcp")]
@@ -89,7 +88,6 @@ def test_master_weights_stand_for_lower_precision_ones(tmp_path: Path) -> None:
 
 @pytest.mark.both
 def test_conversions_and_copies_make_empty_directories_too(tmp_path: Path) -> None:
-    """Whatever writes a tag in xser files."""
     how = {"use_xser": True, "avoid_saving_lower_precision_weights": True}
     save_as_every_rank(tmp_path / "saved", "unittest", RANKS, in_bfloat16, **how)
     tags = [tmp_path / name / "unittest" for name in ("saved", "copied", "resharded", "cut")]
@@ -101,7 +99,6 @@ def test_conversions_and_copies_make_empty_directories_too(tmp_path: Path) -> No
 
 @pytest.mark.xla
 def test_torch_xla_reads_the_checkpoint(tmp_path: Path) -> None:
-    """``xser.load`` reads both files."""
     import torch_xla.utils.serialization as xser
 
     tag = save_and_load(tmp_path / "ckpts", "unittest", {})
