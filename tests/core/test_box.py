@@ -46,30 +46,11 @@ def test_a_box_contains_those_whose_elements_it_has(one: Box, other: Box) -> Non
 
 @given(box=boxes(), data=st.data())
 def test_narrowing_counts_from_the_box(box: Box, data: st.DataObject) -> None:
-    """narrowed is a slice of the slice."""
     dim = data.draw(st.integers(0, 2))
     start = data.draw(st.integers(0, box.size[dim]))
     length = data.draw(st.integers(0, box.size[dim] - start))
     narrowed = np.take(part_of(numbered(SHAPE), box), range(start, start + length), axis=dim)
     assert sorted(narrowed.ravel().tolist()) == elements(box.narrowed(dim, start, length))
-
-
-def test_shifted_is_seen_from_another_origin() -> None:
-    """A box relative to a window: offsets are counted from the window's corner."""
-    assert Box((1, 0), (2, 2)) == Box((4, 3), (2, 2)).shifted((3, 3))
-
-
-def test_a_scalar_is_one_element() -> None:
-    """The only box of a 0-dimensional tensor has one element, and nothing is left without it."""
-    scalar = Box.whole(())
-    assert 1 == scalar.numel
-    assert scalar == scalar.intersect(scalar)
-    assert [] == scalar.minus(scalar)
-
-
-def test_shown_as_an_index() -> None:
-    """Messages show a box as one would index the tensor."""
-    assert "[0:4, 2:3]" == str(Box((0, 2), (4, 1)))
 
 
 def test_boxes_of_other_dimensions_do_not_mix() -> None:

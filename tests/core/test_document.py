@@ -22,7 +22,6 @@ DOCUMENTS = st.dictionaries(st.text(), VALUES, max_size=4)
 
 @given(value=DOCUMENTS, data=st.data())
 def test_what_is_cut_off_is_not_read(value: dict[str, Any], data: st.DataObject) -> None:
-    """Wherever it ends, before the last brace."""
     text = json.dumps(value)
     end = data.draw(st.integers(0, len(text) - 1))
     with pytest.raises(MalformedFile, match=r"cut\.json: not valid JSON"):

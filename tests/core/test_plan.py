@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,19 +40,3 @@ def test_runs_are_as_long_as_possible(case: tuple[Box, tuple[int, ...]]) -> None
     runs = list(contiguous_runs(*case))
     assert all(length > 0 for _, length in runs)
     assert all(start + length < after for (start, length), (after, _) in pairwise(runs))
-
-
-@pytest.mark.parametrize(
-    ("box", "shape", "expected"),
-    [
-        (Box.whole((4, 5)), (4, 5), [(0, 20)]),
-        (Box((1, 0), (2, 5)), (4, 5), [(5, 10)]),
-        (Box((1, 2), (2, 2)), (4, 5), [(7, 2), (12, 2)]),
-        (Box((0, 1, 0), (2, 1, 3)), (2, 2, 3), [(3, 3), (9, 3)]),
-        (Box.whole(()), (), [(0, 1)]),
-        (Box((2, 0), (0, 5)), (4, 5), []),
-    ],
-)
-def test_whole_rows_are_one_run(box: Box, shape: tuple[int, ...], expected: list[tuple[int, int]]) -> None:
-    """Whole tensors and whole rows are one run; columns are one a row."""
-    assert expected == list(contiguous_runs(box, shape))

@@ -82,14 +82,6 @@ def test_a_missing_rank_is_named_not_read_around(jobs: tuple[Array, Job, Job], d
                 plan_reads(wanted, held, "w")
 
 
-@pytest.mark.parametrize("asking", range(4))
-def test_every_rank_reads_a_replica_of_its_own(asking: int) -> None:
-    """Of a tensor that all four saving ranks hold, each of four loading ranks reads its own rank's copy."""
-    [(holder, piece)] = holders(Partition(), (3, 2), Box.whole((3, 2)), Cut(tp=4), near=CutIndex(tp_rank=asking)) or []
-    assert CutIndex(tp_rank=asking) == holder
-    assert Piece(Box.whole((3, 2)), Box.whole((3, 2))) == piece
-
-
 def test_more_ranks_than_saved_spread_over_the_replicas() -> None:
     """Eight loading ranks of a tensor that two ranks hold: four read each."""
     near = [CutIndex(tp_rank=asking) for asking in range(8)]
@@ -115,12 +107,6 @@ def test_holders_of_a_small_part_are_found_without_listing_ranks() -> None:
     assert Piece(Box.whole((1, 64, 10)), Box((33, 640, 0), (1, 64, 10))) == piece
 
 
-def test_nothing_is_wanted_nothing_is_held() -> None:
-    """An empty box has no holders, and an empty piece needs no read."""
-    assert [] == holders(Partition(0, num_partitions=2), (2, 3), Box((1, 0), (0, 3)), Cut(tp=2))
-    assert [] == plan_reads([Piece(Box((0,), (0,)), Box((0,), (0,)))], [])
-
-
 @pytest.mark.parametrize(
     ("partition", "shape", "cut"),
     [
@@ -140,23 +126,9 @@ def test_irregular_cuts_are_not_guessed(partition: Partition, shape: tuple[int, 
     assert holders(partition, shape, Box.whole(shape), cut) is None
 
 
-def test_the_error_names_the_hole() -> None:
-    """Rows 2 and 3 are with no rank: the message gives tensor and box."""
-    held = [("a", Piece(Box.whole((2, 3)), Box.whole((2, 3))))]
-    wanted = [Piece(Box.whole((4, 3)), Box.whole((4, 3)))]
-    with pytest.raises(IncompatibleState, match=r"model/w: elements \[2:4, 0:3\] of the whole tensor"):
-        plan_reads(wanted, held, "model/w")
-
-
 def test_of_two_holders_the_first_is_read() -> None:
     """Replicas are no conflict: what the first holder has is taken from it, the rest from the next."""
-    held = [
-        ("left", Piece(Box.whole((3,)), Box((0,), (3,)))),
-        ("whole", Piece(Box.whole((5,)), Box((0,), (5,)))),
-    ]
+    held = [("left", Piece(Box.whole((3,)), Box((0,), (3,)))), ("whole", Piece(Box.whole((5,)), Box((0,), (5,))))]
     wanted = [Piece(Box((1,), (5,)), Box((0,), (5,)))]
-    expected = [
-        Read("left", Box((0,), (3,)), Box((1,), (3,))),
-        Read("whole", Box((3,), (2,)), Box((4,), (2,))),
-    ]
+    expected = [Read("left", Box((0,), (3,)), Box((1,), (3,))), Read("whole", Box((3,), (2,)), Box((4,), (2,)))]
     assert expected == plan_reads(wanted, held)

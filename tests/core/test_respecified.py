@@ -52,7 +52,6 @@ def test_no_convention_says(partition: Partition, new_tp: int) -> None:
 
 
 def test_local_shapes_on_other_sizes() -> None:
-    """The whole is what stays the same."""
     columns = spec(3, 8, partition_dim=1, num_partitions=2)
     assert (3, 4) == respecified("w", columns, Cut(tp=2), Cut(tp=4)).shape
     strided = spec(12, 2, partition_dim=0, partition_stride=3, num_partitions=2)
@@ -71,7 +70,6 @@ def test_local_shapes_on_other_sizes() -> None:
     ids=["tp", "experts", "unknown"],
 )
 def test_sizes_that_do_not_divide_it(given: ParameterSpec, new: Cut, match: str) -> None:
-    """Each error names the parameter and the sizes."""
     with pytest.raises(TopologyMismatch, match=f"^w: .*{match}"):
         respecified("w", given, Cut(tp=2, ep=2), new)
 
@@ -87,13 +85,9 @@ LAYERS = [f"model.layers.{number}.{part}" for number in range(5) for part in ("a
 NAMES = ["embed.weight", *LAYERS, "norm.weight", "head.weight"]
 
 
-def test_one_stage_holds_everything() -> None:
-    """In the order of the stages, each name once."""
-    assert [NAMES] == redistribute_layers([NAMES[:5], [*NAMES[5:], "embed.weight"]], 1)
-
-
 def test_as_many_stages_stay_as_they_are() -> None:
-    """However uneven they are: the tag knows best."""
+    """However uneven they are: the tag knows best. One stage holds everything, in their order, each name once."""
+    assert [NAMES] == redistribute_layers([NAMES[:5], [*NAMES[5:], "embed.weight"]], 1)
     stages = [NAMES[:1], NAMES[1:]]
     assert stages == redistribute_layers(stages, 2)
 
@@ -122,5 +116,4 @@ def test_each_stage_needs_a_layer() -> None:
 
 
 def test_chunks_are_dealt_out_in_turn() -> None:
-    """A rank of an interleaved pipeline holds every pp-th of them."""
     assert [["a", "c", "d", "g"], ["b", "e", "f"]] == interleaved([["a"], ["b"], ["c", "d"], ["e", "f"], ["g"]], 2)

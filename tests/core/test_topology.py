@@ -67,7 +67,6 @@ def test_live_groups_give_the_topology_back(topology: Topology) -> None:
 
 
 def test_the_standard_order_is_pp_dp_tp() -> None:
-    """pp outermost, then dp, tp fastest: rank 5 of dp=2 x tp=4."""
     topology = Topology(dp=2, tp=4, rank=5)
     assert Coordinates(pp_rank=0, dp_rank=1, tp_rank=1) == topology.coordinates
     assert topology == Topology(dp=2, tp=4, dp_rank=1, tp_rank=1)
@@ -79,24 +78,6 @@ def test_experts_split_data_parallel() -> None:
     topology = Topology(dp=6, ep=3, dp_rank=5)
     assert (2, 1) == (topology.ep_rank, topology.expert_dp_rank)
     assert [2, 5] == topology.replicas(topology.coordinates, expert=True)
-
-
-def test_strided_tensor_parallel_groups_of_trn1() -> None:
-    """tp = 4 on 8 ranks of Trn1: groups [0,2,4,6] and [1,3,5,7], which is not the standard order."""
-    tp_groups = [[0, 2, 4, 6], [1, 3, 5, 7]]
-    dp_groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    topology = topology_from_groups(5, tp_groups, dp_groups, [[rank] for rank in range(8)])
-    assert Coordinates(0, 1, 2) == topology.coordinates
-    assert 6 == topology.rank_of(Coordinates(0, 0, 3))
-    assert topology != Topology(dp=2, tp=4, rank=5)
-
-
-def test_a_map_in_the_standard_order_is_none() -> None:
-    """Topologies that mean the same are equal: a map that says nothing new is dropped."""
-    places = [Coordinates(0, dp_rank, tp_rank) for dp_rank in range(2) for tp_rank in range(2)]
-    topology = Topology(dp=2, tp=2, rank_map=places)
-    assert topology.rank_map is None
-    assert hash(Topology(dp=2, tp=2)) == hash(topology)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +108,4 @@ def test_groups_that_leave_a_rank_out_are_refused() -> None:
 
 
 def test_a_topology_is_described_for_people() -> None:
-    """As messages show it."""
     assert "dp=4 tp=2 pp=1 ep=2" == Topology(dp=4, tp=2, ep=2).describe()
