@@ -48,22 +48,6 @@ def test_scratch_memory_is_bounded_where_only_some_gaps_are_short(slab: int, gap
     assert files.most == most
 
 
-@given(cases(), st.data(), st.sampled_from([4, 16, 2**20]))
-def test_tensors_are_transposed_on_the_way(
-    case: tuple[Files, Assembly, torch.Tensor, int], data: st.DataObject, slab: int
-) -> None:
-    """Parts of stubs whose dimensions are in another order than in the file: as much is read as without that."""
-    files, leaf, expected, needed = case
-    order = tuple(data.draw(st.permutations(range(expected.dim()))))
-    parts = tuple(fragment.permuted(order) for fragment in leaf.fragments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "SLAB", slab)
-        patch.setattr(assembly, "_GAP", 0)
-        found = read_leaf(Assembly(leaf.dtype, tuple(expected.permute(order).shape), parts), files.read)
-    assert torch.equal(expected.permute(order), found)
-    assert files.nbytes == needed
-
-
 @given(st.lists(st.integers(1, 3), min_size=12, max_size=20), st.data())
 def test_a_window_of_many_parts_has_those_inside(heights: list[int], data: st.DataObject) -> None:
     """Parts of different heights, in any order, with rows between them that are in none."""

@@ -26,7 +26,6 @@ def test_a_crc_of_two_parts_is_combined_from_theirs(a: bytes, b: bytes) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 7, 4096, 1_000_003])
 def test_zeros_is_the_crc_of_zero_bytes(length: int) -> None:
-    """Padding is hashed without being made."""
     assert zlib.crc32(bytes(length)) == zeros(length)
 
 
@@ -40,7 +39,6 @@ def test_blocks_combine_to_the_whole(length: int) -> None:
 
 
 def test_lengths_beyond_32_bits_combine() -> None:
-    """Five GiB of zeros in one step are as good as in two."""
     assert zeros(5 * 2**30) == combine(zeros(2**30), zeros(4 * 2**30), 4 * 2**30)
 
 

@@ -85,7 +85,6 @@ REFUSED = {
 
 @pytest.mark.parametrize(("pickled", "what"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_only_looks_right_is_refused_for_what_it_is(pickled: bytes, what: str) -> None:
-    """Not for what it would lead to later."""
     with pytest.raises((UnsafePickle, MalformedFile), match=what):
         read(pickled)
 
@@ -104,7 +103,6 @@ READ: dict[str, tuple[bytes, Any]] = {
 
 @pytest.mark.parametrize(("pickled", "expected"), READ.values(), ids=READ.keys())
 def test_what_few_picklers_write_is_read(pickled: bytes, expected: Any) -> None:
-    """Old ones, and those of other protocols."""
     found = read(pickled)
     assert type(expected) is type(found)
     assert expected == found
@@ -127,7 +125,6 @@ def test_tensors_without_a_storage_class_and_without_elements_are_read() -> None
 
 
 def test_a_tensor_of_as_many_dimensions_as_are_allowed_is_read() -> None:
-    """And one of more is not."""
     sizes = [b"(" + b"K\x01" * count + b"t" for count in (limits.DIMENSIONS, limits.DIMENSIONS + 1)]
     good, bad = (V2 + EMPTY_STORAGE + b"K\x00" + some + some + b"\x89NtR" for some in sizes)
     assert (1,) * limits.DIMENSIONS == read(good).shape
@@ -138,9 +135,7 @@ def test_a_tensor_of_as_many_dimensions_as_are_allowed_is_read() -> None:
 def test_tensors_repeat_as_much_as_is_allowed() -> None:
     """To the byte: what a file stores, so often, and what any may have beside."""
     most = (limits.REPEATS * SPAN.nbytes + limits.REPEATED_NBYTES) // 4
-    good, bad = (
-        V2 + EMPTY_STORAGE + b"K\x00" + number(count) + b"\x85K\x00\x85\x89NtR" for count in (most, most + 1)
-    )
+    good, bad = (V2 + EMPTY_STORAGE + b"K\x00" + number(count) + b"\x85K\x00\x85\x89NtR" for count in (most, most + 1))
     assert stub(most, 0) == read(good)
     with pytest.raises(MalformedFile, match="by repetition, the tensors of the file"):
         read(bad)
@@ -157,13 +152,11 @@ EXACT: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", EXACT.values(), ids=EXACT.keys())
 def test_what_is_exactly_as_long_as_allowed_is_saved_and_read(value: Any) -> None:
-    """The limit itself is within it."""
     check_picklable_as_data(value)
     assert value == loaded(saved(value))
 
 
 def test_the_parts_of_a_path_may_be_as_long_as_one() -> None:
-    """Together."""
     half = text("x" * (limits.PATH_LENGTH // 2))
     path = named("pathlib", "PurePosixPath")
     assert pathlib.PurePosixPath("x" * (limits.PATH_LENGTH // 2), "x" * (limits.PATH_LENGTH // 2)) == read(
@@ -175,7 +168,6 @@ def test_the_parts_of_a_path_may_be_as_long_as_one() -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes a Fraction as text, of 4300 digits at most")
 def test_a_fraction_is_refused_at_the_save_from_where_it_is_at_the_load() -> None:
-    """To the bit."""
     good, bad = ([fractions.Fraction(2**bits)] for bits in (14332, 14333))
     check_picklable_as_data(good)
     assert good == loaded(saved(good))
@@ -186,7 +178,6 @@ def test_a_fraction_is_refused_at_the_save_from_where_it_is_at_the_load() -> Non
 
 
 def test_long_keys_of_one_hash_are_fewer() -> None:
-    """Each comparison takes longer."""
     keys = dict.fromkeys(itertools.product((-1, -2), repeat=8), 1)
     for refuse in (check_picklable_as_data, lambda tree: loaded(saved(tree))):
         with pytest.raises((UnsafePickle, MalformedFile), match="more than 50 keys of one hash"):
@@ -216,15 +207,6 @@ def test_an_ordered_dict_of_python_2_is_filled_with_few_keys_of_one_hash() -> No
         filled(pairs)
 
 
-def test_what_a_filled_dict_holds_is_counted_with_what_is_added() -> None:
-    """Filled by one opcode, and then by another."""
-    most = limits.KEYS_OF_ONE_HASH + 1
-    keys = [number(index * (2**61 - 1)) + b"N" for index in range(1, most + 2)]
-    first, rest = b"".join(keys[:60]), b"".join(keys[60:])
-    with pytest.raises(MalformedFile, match="keys of one hash"):
-        read(b"}(" + first + b"u(" + rest + b"u")
-
-
 COPIES = {
     "states": b"}(" + b"".join(text(str(index)) + b"N" for index in range(2000)) + b"uq\x050](" + (
         named("argparse", "Namespace") + b")Rh\x05b"
@@ -248,19 +230,16 @@ COPIES = {
 @pytest.mark.parametrize("pickled", COPIES.values(), ids=COPIES.keys())
 @pytest.mark.one_in(2)
 def test_what_is_used_again_and_again_counts_each_time(pickled: bytes) -> None:
-    """As a state, as part of one, and as an argument."""
     with pytest.raises(UnsafePickle, match="copies its own values"):
         read(pickled)
 
 
 def test_arrays_are_as_many_as_their_bytes_allow() -> None:
-    """Each has bytes of its own."""
     tree = [np.full(1000, float(index)) for index in range(200)]
     assert [array.tolist() for array in tree] == [array.tolist() for array in loaded(saved(tree))]
 
 
 def test_as_many_objects_as_allowed_are_made() -> None:
-    """And not one more."""
     lists, more = (b"\x80\x04](" + b"]" * count + b"e." for count in (8, 9))
     assert (14, 15) == (len(lists), len(more))  # which allows 4 objects, and 5
     assert [[]] * 8 == Machine(lists, objects=6).load()
@@ -326,7 +305,6 @@ def test_no_garbage_is_collected_while_a_pickle_runs() -> None:
 
 
 def test_what_holds_itself_is_plain_data() -> None:
-    """A walk ends where it comes to what it is in."""
     tree: list[Any] = ["x"]
     tree.append(tree)
     check_walk(tree)
@@ -346,7 +324,6 @@ def test_containers_may_be_as_deep_as_allowed() -> None:
 
 
 def test_pickles_of_every_protocol_are_read() -> None:
-    """What Python itself writes."""
     value = {"b": bytearray(b"x" * 300), "f": frozenset({1}), "s": {2}, "t": (1, 2, 3, 4), "n": -1, "g": 2.5}
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         assert value == unpickle(pickle.dumps(value, protocol), "file.pt", {})

@@ -19,14 +19,8 @@ from nxd_ckpt.formats.tensors import TensorReference
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(-5, 5), st.booleans(), st.none(), st.tuples(st.integers(0, 3)))
 VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(),
-    st.binary(max_size=9),
-    st.just(torch.Size([2, 3])),
-    st.just(torch.bfloat16),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(max_size=9),
+    st.just(torch.Size([2, 3])), st.just(torch.bfloat16),
 )
 TREES = st.recursive(
     VALUES,

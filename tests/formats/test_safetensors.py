@@ -110,7 +110,6 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_file_is_refused(name: str) -> None:
-    """The error names the file and what is wrong."""
     data, complaint = MALFORMED[name]
     with pytest.raises(MalformedFile, match=complaint) as caught:
         header_of(data)
@@ -119,7 +118,6 @@ def test_a_malformed_file_is_refused(name: str) -> None:
 
 @given(states(), st.data())
 def test_what_the_library_refuses_we_refuse(state: States, data: st.DataObject) -> None:
-    """Files with a few bytes changed, left out or added."""
     raw = bytearray(written(state, {"format": "pt"}))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
@@ -132,7 +130,6 @@ def test_what_the_library_refuses_we_refuse(state: States, data: st.DataObject) 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E4M3FNUZ"])
 def test_dtypes_without_tensors_are_named(dtype: str) -> None:
-    """They are no damage."""
     with pytest.raises(UnsupportedState, match=f"'a' is {dtype}"):
         header_of(file_of({"a": {"dtype": dtype, "shape": [4], "data_offsets": [0, 3]}}, b"xxx"))
 

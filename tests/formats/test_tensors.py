@@ -59,7 +59,6 @@ def test_contiguity_is_torchs(shape: tuple[int, ...], stride: tuple[int, ...], e
 
 
 def test_a_stub_counts_the_bytes_of_the_tight_tensor() -> None:
-    """nbytes is elements times element size, whatever the strides."""
     assert 12 == stub((2, 3), (9, 2), "bfloat16").nbytes
 
 
@@ -73,7 +72,6 @@ def test_a_stub_can_be_copied_and_sent_but_not_changed() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_have_torchs_names(dtype: torch.dtype) -> None:
-    """A dtype's name leads back to it."""
     assert dtype == torch_dtype(dtype_name(dtype))
 
 

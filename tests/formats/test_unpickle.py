@@ -2,11 +2,9 @@
 
 import argparse
 import collections
-import contextlib
 import datetime
 import decimal
 import fractions
-import io
 import pathlib
 import pickle
 import types
@@ -17,10 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from nxd_ckpt.errors import CorruptCheckpoint, MalformedFile, UnsafePickle, UnsupportedState
+from nxd_ckpt.errors import MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats import safe_globals
 from nxd_ckpt.formats.inert import Inert
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
@@ -68,27 +64,17 @@ CANARY = named(__name__, "canary")
 SLOTS = b"N}" + text("__call__") + CANARY + b"s\x86b"  # BUILD by setattr: __call__ = canary
 HOSTILE = {
     "os.system": called(named("os", "system"), text("true")),
-    "posix.system": called(named("posix", "system"), text("true")),
-    "subprocess": called(named("subprocess", "Popen"), text("true")),
     "eval": called(named("builtins", "eval"), text("1")),
     "eval by its python 2 name": called(named("__builtin__", "eval"), text("1")),
-    "exec": called(named("builtins", "exec"), text("1")),
     "getattr": called(named("builtins", "getattr"), named("torch", "Tensor"), text("data")),
-    "__import__": called(named("builtins", "__import__"), text("os")),
     "a callable of ours": called(CANARY),
     "an attribute walk through an allowed module": called(stacked("torch.serialization", "os.system"), text("x")),
     "an attribute walk through an allowed function": stacked("torch._utils", "_rebuild_tensor_v2.__globals__"),
     "an attribute walk through an allowed type": stacked("builtins", "dict.fromkeys"),
-    "ctypes": called(named("ctypes", "CDLL"), text("libc.so.6")),
     "copyreg": called(named("copyreg", "_reconstructor"), CANARY, named("builtins", "object"), b"N"),
     "torch.storage._load_from_bytes": called(named("torch.storage", "_load_from_bytes"), text("x")),
-    "torch.load": called(named("torch", "load"), text("/etc/passwd")),
-    "torch.hub.load": called(named("torch.hub", "load"), text("x"), text("y")),
-    "torch.jit": called(named("torch.jit", "load"), text("x")),
     "torch.nn.Module": named("torch.nn.modules.linear", "Linear") + b")\x81.",
     "functools.partial": called(named("functools", "partial"), CANARY),
-    "operator": called(named("operator", "methodcaller"), text("x")),
-    "pickle in a pickle": called(named("pickle", "loads"), text("x")),
     "INST": b"(i" + f"{__name__}\nEvil\n".encode(),
     "OBJ": b"(" + CANARY + b"o",
     "NEWOBJ": named(__name__, "Evil") + b")\x81",
@@ -111,7 +97,6 @@ HOSTILE = {
     + b"N"
     + text("a")
     + b"\x85}tb",
-    "numpy's loader": called(named("numpy", "load"), text("x")),
     "a numpy subclass": called(
         named("numpy.core.multiarray", "_reconstruct"), named("builtins", "dict"), b"K\x00\x85", text("b")
     ),
@@ -164,51 +149,19 @@ def test_attributes_of_containers_are_dropped() -> None:
 )
 def test_a_tensor_must_lie_in_its_storage(offset: int, shape: Any, stride: Any) -> None:
     """Offset, shape and strides that reach outside a storage are malformed, not read."""
-
-    class Rebuilt:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return torch._utils._rebuild_tensor_v2, (Storage(), offset, shape, stride, False, None)
-
-    class Storage:
-        pass
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return ("storage", torch.FloatStorage, "0", "cpu", 4) if isinstance(obj, Storage) else None
-
-    file = io.BytesIO()
-    Pickler(file, protocol=2).dump(Rebuilt())
+    storage = EMPTY_STORAGE.replace(b"K\x01tQ", b"K\x04tQ")
+    arguments = b"".join(pickle.dumps(value, 2)[2:-1] for value in (offset, shape, stride))
+    pickled = b"\x80\x02" + named("torch._utils", "_rebuild_tensor_v2") + storage + arguments + b"\x89NtR."
     with pytest.raises(MalformedFile, match="shape"):
-        unpickle(file.getvalue(), "file.pt", {"0": StorageSpan("data/0", 64, 16, None)})
+        unpickle(pickled, "file.pt", {"0": StorageSpan("data/0", 64, 16, None)})
 
 
 def test_a_storage_must_be_there_and_as_long_as_said() -> None:
-    """A missing or shorter record is malformed."""
     pickled = b"\x80\x02" + named("torch._utils", "_rebuild_tensor_v2") + EMPTY_STORAGE + b"K\x00))\x89NtR."
     with pytest.raises(MalformedFile, match="does not hold"):
         unpickle(pickled, "file.pt", {})
     with pytest.raises(MalformedFile, match="expected 1 elements of float32"):
         unpickle(pickled, "file.pt", {"0": StorageSpan("data/0", 64, 3, None)})
-
-
-@pytest.mark.once
-@given(st.binary(max_size=60))
-def test_garbage_is_malformed(garbage: bytes) -> None:
-    """No bytes in place of a pickle raise anything but our errors."""
-    with contextlib.suppress(CorruptCheckpoint, UnsafePickle):
-        unpickle(garbage, "file.pt", {})
-
-
-@pytest.mark.once
-@given(st.data())
-def test_a_damaged_pickle_is_malformed(data: st.DataObject) -> None:
-    """A flipped or cut pickle reads as some data, or raises our errors."""
-    pickled = bytearray(pickle.dumps({"a": [1, (2.5, b"x")], "ns": argparse.Namespace(b="c")}, 2))
-    at = data.draw(st.integers(0, len(pickled) - 1))
-    pickled[at] ^= data.draw(st.integers(1, 255))
-    cut = data.draw(st.integers(1, len(pickled)))
-    with contextlib.suppress(CorruptCheckpoint, UnsafePickle, UnsupportedState):
-        unpickle(bytes(pickled[:cut]), "file.pt", {})
 
 
 PLAIN: dict[str, Any] = {

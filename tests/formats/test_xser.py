@@ -27,7 +27,6 @@ def test_split_numbers_every_tensor_depth_first() -> None:
 
 
 def test_info_describes_each_tensor_by_tid() -> None:
-    """info holds dtype, shape and the expert flag."""
     tensors = [(0, torch.ones(2, 3)), (1, torch.tensor(1))]
     expected = {
         0: {"dtype": torch.float32, "shape": torch.Size([2, 3]), "expert_model_parallel": False},
@@ -61,11 +60,7 @@ def test_normalise_rewrites_types_as_nxd_does() -> None:
 
 def test_references_survive_a_file() -> None:
     """A tree of references is written and read without torch-xla, user text that looks like one included."""
-    tree = {
-        "text": "cnxd_ckpt.formats.tensors\nTensorReference\n",
-        "a": TensorReference(0),
-        "b": [TensorReference(12)],
-    }
+    tree = {"text": "cnxd_ckpt.formats.tensors\nTensorReference\n", "a": TensorReference(0), "b": [TensorReference(12)]}
     data = rendered(image_of(tree))
     assert tree == loaded(data)
     assert data.count(b"ctorch_xla.utils.serialization\nTensorReference\n") == 1

@@ -6,14 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.core.documents import sealed
+
 Fields = dict[str, Any]
-
-
-def seal(fields: Fields) -> bytes:
-    """The bytes of a manifest with a digest of its own."""
-    fields.pop("crc32", None)
-    unsealed = json.dumps(fields, separators=(",", ":"))[:-1].encode()
-    return unsealed + b',"crc32":%d}' % zlib.crc32(unsealed)
 
 
 def rewrite(directory: Path, change: Callable[[Fields], object]) -> None:
@@ -21,7 +16,7 @@ def rewrite(directory: Path, change: Callable[[Fields], object]) -> None:
     manifest = directory / "manifest.json"
     fields = json.loads(manifest.read_text())
     change(fields)
-    manifest.write_bytes(seal(fields))
+    manifest.write_bytes(sealed(fields))
 
 
 def rewrite_index(directory: Path, change: Callable[[Fields], object]) -> None:

@@ -51,7 +51,6 @@ STATES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize(("file", "state"), STATES.values(), ids=STATES.keys())
 def test_a_state_of_another_structure_is_malformed(foreign: Path, file: str, state: Any) -> None:
-    """The file is named, and nothing is loaded."""
     torch.save(state, foreign / "step_3" / file)
     loaded: dict[str, Any] = {"model": {}, "optimizer": {}}
     with pytest.raises(MalformedFile, match=file):
@@ -61,7 +60,6 @@ def test_a_state_of_another_structure_is_malformed(foreign: Path, file: str, sta
 
 @pytest.mark.parametrize("state", [b"", b"}b", b"}X\x03\x00\x00\x00tidK\x01\x85sb", b"Nb"])
 def test_a_reference_needs_its_number(golden: Path, tmp_path: Path, state: bytes) -> None:
-    """One without state, or with another, is malformed."""
     directory = tmp_path / "ckpt"
     shutil.copytree(golden / "b_dp2_zero1_xser" / "ckpt", directory)
     named = b"ctorch_xla.utils.serialization\nTensorReference\n)\x81"
@@ -82,7 +80,6 @@ INFO: dict[str, Any] = {
 
 @pytest.mark.parametrize("info", INFO.values(), ids=INFO.keys())
 def test_an_info_file_of_another_structure_is_malformed(golden: Path, tmp_path: Path, info: Any) -> None:
-    """It is named."""
     shutil.copytree(golden / "b_dp2_zero1_xser" / "ckpt", tmp_path / "ckpt")
     torch.save(info, tmp_path / "ckpt" / "step_3" / f"{MODEL}.info.pt")
     with pytest.raises(MalformedFile, match=r"info\.pt"):
@@ -109,17 +106,7 @@ def test_user_content_that_is_none_is_told(foreign: Path) -> None:
     assert torch.load(tag / MODEL).keys() == content.keys()
 
 
-def test_tensors_are_user_content_like_any_other(foreign: Path) -> None:
-    """An average of some weights, or one under other names, is loaded."""
-    saved = {"average": torch.ones(3), "step": torch.ones(())}
-    torch.save(saved, foreign / "step_3" / "user_content.pt")
-    content = load_checkpoint(foreign, topology=Topology(dp=2))
-    assert saved.keys() == content.keys()
-    assert torch.equal(saved["average"], content["average"])
-
-
 def test_a_tag_with_such_a_name_is_opened_or_refused(foreign: Path) -> None:
-    """In no more time than any other."""
     lying = "dp_rank_00_tp_rank_30000000_pp_rank_30000000.pt"
     shutil.copy(foreign / "step_3" / MODEL, foreign / "step_3" / "model" / lying)
     tag = open_tag(LocalStorage(foreign), "step_3")
@@ -155,7 +142,6 @@ DCP: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", DCP.values(), ids=DCP.keys())
 @pytest.mark.filterwarnings("ignore")
 def test_metadata_of_torch_dcp_that_lies_is_malformed(tmp_path: Path, change: Callable[[Any], object]) -> None:
-    """It is named, and no tag appears."""
     state = {"model": {"a": torch.arange(6.0)}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")  # type: ignore[attr-defined]
     path = tmp_path / "dcp" / ".metadata"

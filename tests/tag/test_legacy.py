@@ -9,11 +9,10 @@ import torch
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.tag.equality import difference
-from tests.tag.layouts import open_tag
+from tests.tag.layouts import open_tag, save, whole
 from tests.tag.xser_files import save_xser
 
 INNER = "checkpoint.pt"
@@ -26,25 +25,11 @@ def model(seed: int) -> dict[str, torch.Tensor]:
 def zero1(seed: int) -> dict[str, Any]:
     moments = {"step": seed, "exp_avg": torch.full((2,), seed / 7), "exp_avg_sq": torch.ones(2)}
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0]}]
-    return {
-        "state": {},
-        "param_groups": groups,
-        "base_state": {0: moments},
-        "shape_info": {0: torch.Size([4])},
-    }
-
-
-def save(tree: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(tree, path)
+    return {"state": {}, "param_groups": groups, "base_state": {0: moments}, "shape_info": {0: torch.Size([4])}}
 
 
 def open_directory(directory: Path) -> TagLayout:
     return open_tag(LocalStorage(directory))
-
-
-def whole(tag: TagLayout, tree: Any) -> Any:
-    return map_tensors(tree, tag.files.read, TensorStub)
 
 
 @pytest.mark.parametrize("name", ["tp_rank_{:02d}", "tp_rank_{:02d}/checkpoint.pt"])
@@ -65,27 +50,14 @@ def test_0_1_is_read_from_a_bare_state_dict(tmp_path: Path) -> None:
     tag = open_directory(tmp_path)
     assert difference(model(0), whole(tag, tag.model_tree(Coordinates()))) is None
     parts = tag.parts()
-    assert (True, None, False, False) == (
-        parts.model,
-        parts.optimizer,
-        parts.scheduler,
-        parts.user_content,
-    )
+    assert (True, None, False, False) == (parts.model, parts.optimizer, parts.scheduler, parts.user_content)
 
 
 def test_0_3_is_read_from_a_payload_with_everything(tmp_path: Path) -> None:
     """0.3 to 0.5, pt: model, optimizer, scheduler and the rest in one payload per tp and pp rank."""
-    plain = {
-        "state": {0: {"exp_avg": torch.ones(2)}},
-        "param_groups": [{"betas": (0.9, 0.95), "params": [0]}],
-    }
+    plain = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"betas": (0.9, 0.95), "params": [0]}]}
     for pp in range(2):
-        payload = {
-            "model": model(pp),
-            "optimizer": plain,
-            "scheduler": {"last_epoch": 4},
-            "global_step": 17,
-        }
+        payload = {"model": model(pp), "optimizer": plain, "scheduler": {"last_epoch": 4}, "global_step": 17}
         save(payload, tmp_path / f"tp_rank_00_pp_rank_{pp:02d}" / "checkpoint.pt")
     tag = open_directory(tmp_path)
     assert {"dp": 1, "tp": 1, "pp": 2, "ep": 1} == tag.topology().sizes
@@ -126,7 +98,6 @@ def test_a_checkpoint_of_lightning_is_read(tmp_path: Path, xser: bool) -> None:
 
 
 def test_several_optimizers_are_left_to_the_script(tmp_path: Path) -> None:
-    """They are among the rest, none of them taken for the only one."""
     save({"state_dict": model(0), "optimizer_states": [zero1(0), zero1(1)]}, tmp_path / "tp_rank_00_pp_rank_00" / INNER)
     tag = open_directory(tmp_path)
     assert tag.parts().optimizer is None
@@ -165,7 +136,6 @@ def test_a_directory_of_optimizers_by_dp_rank(tmp_path: Path) -> None:
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    """The error says which file was wanted and which are there."""
     save({"model": model(0)}, tmp_path / "tp_rank_00_pp_rank_00" / "checkpoint.pt")
     with pytest.raises(PartNotFound, match="tp 1 pp 0; found 1 rank files: dp 0-0, tp 0-0, pp 0-0"):
         open_directory(tmp_path).model_tree(Coordinates(tp_rank=1))

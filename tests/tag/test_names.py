@@ -23,15 +23,10 @@ def test_a_name_parses_to_the_ranks_that_made_it(dp: int, ep: int | None, tp: in
 @pytest.mark.parametrize(
     "name",
     [
-        "dp_rank_00_tp_rank_00_pp_rank_00",
-        "dp_rank_00_tp_rank_00_pp_rank_00.pt.info.pt",
-        "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors",
-        "dp_rank_0_tp_rank_00_pp_rank_00.pt",
-        "dp_rank_007_tp_rank_00_pp_rank_00.pt",
-        "tp_rank_00_pp_rank_00.pt",
-        "dp_rank_00_tp_rank_00_pp_rank_00.pt\n",
-        "full_tp_rank_00_pp_rank_00.pt",
-        "",
+        "dp_rank_00_tp_rank_00_pp_rank_00", "dp_rank_00_tp_rank_00_pp_rank_00.pt.info.pt",
+        "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors", "dp_rank_0_tp_rank_00_pp_rank_00.pt",
+        "dp_rank_007_tp_rank_00_pp_rank_00.pt", "tp_rank_00_pp_rank_00.pt", "dp_rank_00_tp_rank_00_pp_rank_00.pt\n",
+        "full_tp_rank_00_pp_rank_00.pt", "",
     ],
 )
 def test_other_names_are_no_rank_files(name: str) -> None:
@@ -55,7 +50,6 @@ def test_the_names_of_golden_checkpoints(golden: Path) -> None:
 
 
 def test_full_names_and_foreign_ones_are_told_apart() -> None:
-    """The converter's "full" names, and those that are not NxD's."""
     at = Coordinates(pp_rank=1, dp_rank=103, tp_rank=2)
     assert "optim/full_tp_rank_02_pp_rank_01.pt" == names.optimizer_file(Topology(tp=4, pp=2), at, "zero1_full")
     assert names.ParsedName(0, None, 2, 1) == names.parse_full("full_tp_rank_02_pp_rank_01.pt")
@@ -63,9 +57,3 @@ def test_full_names_and_foreign_ones_are_told_apart() -> None:
     assert names.parse_full("full_tp_rank_002_pp_rank_01.pt") is None
     assert "index/dp_rank_103_tp_rank_02_pp_rank_01.json" == names.index_file(at)
     assert "rank_content/rank_00103.pt" == names.rank_content_file(103)
-
-
-def test_xser_names_lie_beside_their_file() -> None:
-    """The files beside a file of references."""
-    assert "model/a.pt.info.pt" == names.info_file("model/a.pt")
-    assert "model/a.pt.tensors/tensor_7.pt" == names.tensor_file("model/a.pt", 7)

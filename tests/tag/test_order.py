@@ -26,7 +26,6 @@ from nxd_ckpt import (
     open_checkpoint,
     save_checkpoint,
 )
-from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import in_order, undecided
 from nxd_ckpt.prune import prune_checkpoints
@@ -128,19 +127,6 @@ def test_tags_of_older_versions_are_ours_and_in_their_places(tmp_path: Path, old
         assert verify_checkpoint(directory, "step_1").ours
 
 
-def test_quick_saves_and_nxds_take_turns(tmp_path: Path) -> None:
-    """What NxD saves after thirty of ours is the latest, for it too: it goes by the time of ``done``."""
-    for step in range(1, 31):
-        save_checkpoint(tmp_path, f"step_{step}", {"w": torch.full((4,), float(step))}, durable=False)
-    close_checkpointers()
-    save_as_nxd(tmp_path, "step_31", 31.0)
-    assert "step_31" == open_checkpoint(tmp_path).tag
-    save(tmp_path, 32)
-    assert "step_32" == open_checkpoint(tmp_path).tag
-    newest = max(tmp_path.glob("*/done"), key=lambda path: path.stat().st_mtime)
-    assert "step_32" == newest.parent.name
-
-
 def test_a_save_is_dated_after_a_tag_that_was_saved_over_since_the_save_before(tmp_path: Path) -> None:
     """The second save has listed it, and only looks at its time again."""
     with Checkpointer(tmp_path) as saver:
@@ -186,36 +172,6 @@ def test_a_tag_that_is_dated_after_the_clock_is_not_taken_in_silence(
     assert "s after the clock of this host. step_2, which another program saved" in caplog.text
     save(tmp_path, 3)
     assert "step_3" == order(tmp_path)[-1]
-
-
-def test_steps_tell_foreign_tags_of_one_time_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """step_10 is later than step_9, and that than step_8."""
-    for step in (10, 8, 9):
-        save_as_nxd(tmp_path, f"step_{step}", float(step), at=1795600000.0)
-    loaded: dict[str, torch.Tensor] = {}
-    load_checkpoint(tmp_path, model=loaded)
-    assert (10.0, "") == (float(loaded["w"][0]), caplog.text)
-    with Checkpointer(tmp_path) as saver:
-        saver.save("step_11", {"w": torch.ones(1)}, num_kept_ckpts=2)
-    assert ["step_10", "step_11"] == visible_tags(tmp_path)
-
-
-def test_a_whole_second_of_another_program_is_a_tie_with_ours_in_that_second(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was saved somewhen in it: the steps tell, or it is said, and retention removes neither."""
-    with mock.patch.object(effects, "time", return_value=1795600000.4):
-        save(tmp_path, 8)
-    save_as_nxd(tmp_path, "step_9", 9.0, at=1795600000.0)
-    assert ["step_8", "step_9"] == order(tmp_path)
-    assert "step_9" == open_checkpoint(tmp_path).tag
-    assert "" == caplog.text
-    (tmp_path / "step_9").rename(tmp_path / "last")
-    open_checkpoint(tmp_path)
-    assert "saved at the same time" in caplog.text
-    with Checkpointer(tmp_path) as saver:
-        saver.save("new", {"w": torch.ones(1)}, num_kept_ckpts=1)
-    assert {"step_8", "last", "new"} == set(visible_tags(tmp_path))
 
 
 def test_a_save_is_later_than_the_whole_second_of_another_program(tmp_path: Path) -> None:
@@ -339,7 +295,6 @@ def test_whole_seconds_hide_no_newest_save(events: list[tuple[str, float]], step
 
 
 def test_order_times_of_a_store_have_microseconds(tmp_path: Path) -> None:
-    """In the listing, as in the manifest."""
     save(tmp_path, 1)
     [tag] = list_checkpoints(tmp_path)
     assert tag.saved is not None

@@ -66,7 +66,6 @@ def test_the_error_of_the_first_task_is_raised() -> None:
 
 
 def test_an_error_stops_what_has_not_started() -> None:
-    """Also what the caller goes on to submit."""
     ran: list[int] = []
 
     def fails(scratch: memoryview) -> None:
@@ -89,7 +88,6 @@ def test_an_error_stops_what_has_not_started() -> None:
 
 
 def test_no_thread_outlives_it() -> None:
-    """Whether its tasks were waited for or not."""
     before = set(threading.enumerate())
     with ReadPool(4) as pool:
         for _ in range(100):

@@ -123,25 +123,6 @@ def test_all_elements_are_shown_once(case: Case, data: st.DataObject) -> None:
 
 
 @given(cases(), st.data())
-def test_windows_of_a_tensor_share_blocks(case: Case, data: st.DataObject) -> None:
-    """Window by window, of a block that an earlier window verified the rest is read: every element is the right one."""
-    files, leaf, expected, _ = case
-    if not expected.dim():
-        return
-    dim = data.draw(st.integers(0, expected.dim() - 1))
-    cut = data.draw(st.integers(0, expected.shape[dim]))
-    whole = Box.whole(leaf.shape)
-    windows = [whole.narrowed(dim, 0, cut), whole.narrowed(dim, cut, expected.shape[dim] - cut)]
-    found = []
-    with blocks_of_32_bytes(), reader_of(files.contents, entries_of(leaf, files), []) as reader:
-        for window in windows:
-            found.append(torch.full(window.size, -1.0, dtype=expected.dtype))
-            reader.read_into(leaf.within(window), found[-1], "w", compare=True, verified=False)
-        reader.finish()
-    assert torch.equal(expected, torch.cat(found, dim))
-
-
-@given(cases(), st.data())
 def test_what_is_asked_for_together_is_read_once(case: Case, data: st.DataObject) -> None:
     """Any runs of elements and any boxes, overlapping or not: each block of theirs is read once for all of them."""
     files, leaf, expected, _ = case

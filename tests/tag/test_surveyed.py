@@ -19,7 +19,6 @@ def store() -> MemoryStorage:
 
 
 def test_a_survey_answers_as_the_store_does(store: MemoryStorage) -> None:
-    """Also of names that it did not list, or that do not exist."""
     now = surveyed(store)
     assert now is not store
     for key in ("", "a", "a/model", "b", "absent", ".nxd_ckpt"):

@@ -1,42 +1,23 @@
 """Reading one tag: older versions, mixtures, and what is missing or damaged."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
-from nxd_ckpt.formats.optimizer_trees import restore_types
-from nxd_ckpt.formats.tensors import TensorReference, TensorStub, map_tensors
+from nxd_ckpt.errors import MalformedFile, PartNotFound
+from nxd_ckpt.formats.tensors import TensorReference, TensorStub
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.formats.helpers import rendered
 from tests.tag.equality import difference
-from tests.tag.layouts import open_tag
+from tests.tag.layouts import open_tag, save, whole
 from tests.tag.xser_files import save_xser
 
 MODEL = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
 STATE = {"a": torch.arange(4.0), "nested": {"b": [torch.ones(2, 2), torch.tensor(7)]}}
-
-
-def whole(tag: TagLayout, tree: Any) -> Any:
-    return map_tensors(tree, tag.files.read, TensorStub)
-
-
-def save(tree: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(tree, path)
-
-
-def test_xser_of_0_6_is_read_without_info(tmp_path: Path) -> None:
-    """NxD 0.6 wrote references and tensors, and nothing that tells dtype and shape."""
-    save_xser(STATE, tmp_path / "step_1" / MODEL, info=False)
-    tag = open_tag(LocalStorage(tmp_path), "step_1")
-    assert difference(STATE, whole(tag, tag.model_tree(Coordinates()))) is None
 
 
 def test_references_and_inline_tensors_in_one_file(tmp_path: Path) -> None:
@@ -92,7 +73,6 @@ def test_a_tensor_of_another_save_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
-    """The error names the file, and the ranks whose files exist."""
     save(STATE, tmp_path / "step_7" / MODEL)
     tag = open_tag(LocalStorage(tmp_path), "step_7", topology=Topology(tp=2))
     wanted = (
@@ -113,43 +93,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(PartNotFound, match=r"no checkpoint of nxd_ckpt or neuronx_distributed.*notes\.txt"):
         open_tag(LocalStorage(tmp_path))
-
-
-def test_a_truncated_file_is_named_with_its_tag(tmp_path: Path) -> None:
-    """Damage is reported with storage, tag and file."""
-    path = tmp_path / "step_1" / MODEL
-    save(STATE, path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(MalformedFile, match=f"step_1: {MODEL}"):
-        open_tag(LocalStorage(tmp_path), "step_1").model_tree(Coordinates())
-
-
-def test_flipped_bits_are_found_on_reading(tmp_path: Path) -> None:
-    """A tensor whose bytes changed is refused."""
-    path = tmp_path / "t" / MODEL
-    save(STATE, path)
-    tag = open_tag(LocalStorage(tmp_path), "t")
-    stub = tag.model_tree(Coordinates())["a"]
-    raw = bytearray(path.read_bytes())
-    raw[stub.offset] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(DigestMismatch, match="t: model/"):
-        tag.files.read(stub)
-
-
-def test_types_are_restored() -> None:
-    """NxD's lists become the tuples and sizes that optimizers hold; other lists stay."""
-    stored = {
-        "param_groups": [{"betas": [0.9, 0.95], "params": [0]}, {"lr": 1.0, "params": []}],
-        "shape_info": {0: [2, 3]},
-        "base_state": {},
-    }
-    expected = {
-        "param_groups": [{"betas": (0.9, 0.95), "params": [0]}, {"lr": 1.0, "params": []}],
-        "shape_info": {0: torch.Size([2, 3])},
-        "base_state": {},
-    }
-    assert difference(expected, restore_types(stored)) is None
 
 
 def test_a_given_topology_decides(tmp_path: Path) -> None:

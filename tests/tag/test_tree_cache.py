@@ -26,7 +26,6 @@ def read_again(cache: TreeCache, key: str) -> bool:
 
 
 def test_a_tree_is_read_once() -> None:
-    """Whoever asks again gets the same one."""
     cache = TreeCache()
     assert [True, False] == [read_again(cache, "a"), read_again(cache, "a")]
 

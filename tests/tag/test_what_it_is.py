@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import (
-    Checkpointer,
-    convert,
-    copy_checkpoint,
-    finalize_checkpoint,
-    load_checkpoint,
-    open_checkpoint,
-    save_checkpoint,
-)
+import nxd_ckpt
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, InvalidArgument
@@ -30,15 +22,14 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 
 STATE = {"w": torch.ones(4)}
 READERS: dict[str, Callable[[str], Any]] = {
-    "load": lambda path: load_checkpoint(path, model={}),
-    "load by an object": lambda path: Checkpointer(path).load(model={}),
-    "open": lambda path: open_checkpoint(path),
+    "load": lambda path: nxd_ckpt.load_checkpoint(path, model={}),
+    "load by an object": lambda path: nxd_ckpt.Checkpointer(path).load(model={}),
+    "open": lambda path: nxd_ckpt.open_checkpoint(path),
     "verify": lambda path: verify_checkpoint(path),
 }
 
 
 def test_what_others_wrote_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the function or command for it."""
     for name, files, words in (
         ("dcp", [".metadata", "__0_0.distcp"], "torch DCP checkpoint: load_checkpoint"),
         ("trainer", ["trainer_state.json", "config.json", "model.safetensors"], "checkpoint of transformers' Trainer"),
@@ -96,7 +87,6 @@ def test_a_file_of_another_program_is_named(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_directory_of_another_program_is_named(tmp_path: Path) -> None:
-    """A load and a conversion say the same."""
     for number, (files, words) in enumerate(
         [
             (["model.Q4.gguf"], "'model.Q4.gguf' .a GGUF file"),
@@ -143,7 +133,6 @@ OUTPUTS = {
 def test_an_output_directory_of_a_trainer_says_what_lies_below(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], files: list[str], words: str
 ) -> None:
-    """Every command names it, and how to ask for it."""
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")
@@ -152,7 +141,7 @@ def test_an_output_directory_of_a_trainer_says_what_lies_below(
         said = capsys.readouterr()
         assert re.search(words.format(re.escape(str(tmp_path))), " ".join((said.out + said.err).split())), command
     with pytest.raises(CheckpointNotFound, match="but it holds '"):
-        load_checkpoint(tmp_path, model={})
+        nxd_ckpt.load_checkpoint(tmp_path, model={})
 
 
 @pytest.mark.parametrize("spelling", ["link", "link/", "./real//", "file", "sub/../real"])
@@ -168,23 +157,22 @@ def test_a_load_waits_for_a_save_however_the_place_is_spelt(
     state = {"w": torch.zeros(2**22)}
     for step in (1, 2):
         state["w"].fill_(step)
-        save_checkpoint("real" if step == 1 else path, f"step_{step}", state, async_save=True)
+        nxd_ckpt.save_checkpoint("real" if step == 1 else path, f"step_{step}", state, async_save=True)
         loaded: dict[str, torch.Tensor] = {}
-        load_checkpoint(path, model=loaded)
+        nxd_ckpt.load_checkpoint(path, model=loaded)
         assert step == int(loaded["w"][0])
-    finalize_checkpoint()
+    nxd_ckpt.finalize_checkpoint()
     close_checkpointers()
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No directory is named ``~``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    save_checkpoint("~/run", "t", STATE)
+    nxd_ckpt.save_checkpoint("~/run", "t", STATE)
     close_checkpointers()
     assert (tmp_path / "home" / "run" / "t" / "done").is_file()
     assert not os.path.exists("~")
-    assert "t" == open_checkpoint("~/run").tag
+    assert "t" == nxd_ckpt.open_checkpoint("~/run").tag
 
 
 @pytest.mark.parametrize(
@@ -205,14 +193,14 @@ def test_spellings_of_one_place_are_alike(one: str, other: str, same: bool) -> N
 
 def test_an_output_that_is_the_input_by_another_name_is_refused(tmp_path: Path) -> None:
     """By a link to the directory, and by one to the tag."""
-    save_checkpoint(tmp_path / "run", "t", STATE)
+    nxd_ckpt.save_checkpoint(tmp_path / "run", "t", STATE)
     close_checkpointers()
     (tmp_path / "link").symlink_to("run")
     for target in (tmp_path / "link" / "t", tmp_path / "link" / "t" / "inner"):
         with pytest.raises(InvalidArgument, match=r"are the same|lies inside"):
-            copy_checkpoint(tmp_path / "run" / "t", target)
+            nxd_ckpt.copy_checkpoint(tmp_path / "run" / "t", target)
         with pytest.raises(InvalidArgument, match=r"are the same|lies inside"):
-            convert(tmp_path / "run" / "t", target, to="tag", dp=1)
+            nxd_ckpt.convert(tmp_path / "run" / "t", target, to="tag", dp=1)
 
 
 def _read(reader: Callable[[str], Any], path: str, out: str) -> None:
@@ -220,10 +208,10 @@ def _read(reader: Callable[[str], Any], path: str, out: str) -> None:
 
 
 SOURCES: dict[str, Callable[[str, str], Any]] = {
-    "copy": copy_checkpoint,
-    "migrate": lambda path, out: convert(path, out, names="hf", to="tag"),
-    "export": lambda path, out: convert(path, out, to="hf"),
-    "from_dcp": lambda path, out: convert(path, out, to="tag"),
+    "copy": nxd_ckpt.copy_checkpoint,
+    "migrate": lambda path, out: nxd_ckpt.convert(path, out, names="hf", to="tag"),
+    "export": lambda path, out: nxd_ckpt.convert(path, out, to="hf"),
+    "from_dcp": lambda path, out: nxd_ckpt.convert(path, out, to="tag"),
     **{name: partial(_read, reader) for name, reader in READERS.items()},
 }
 
@@ -254,7 +242,6 @@ def test_what_is_neither_a_file_nor_a_directory_is_said(
 
 
 def test_a_link_that_leads_nowhere_is_said(tmp_path: Path) -> None:
-    """Somebody removed what it led to."""
     (tmp_path / "latest").symlink_to("gone")
     with pytest.raises(CheckpointNotFound, match="latest is a link that leads nowhere, expected a directory"):
-        load_checkpoint(tmp_path / "latest", model={})
+        nxd_ckpt.load_checkpoint(tmp_path / "latest", model={})

@@ -13,19 +13,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound, UnsafePickle
-from nxd_ckpt.formats.tensors import TensorStub, map_tensors
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.tag.equality import difference
-from tests.tag.layouts import open_tag
+from tests.tag.layouts import open_tag, whole
 
 Shards = list[tuple[tuple[int, ...], torch.Tensor]]
 """(offsets, rows) of one tensor, by dp rank."""
 
 
-def write(
-    directory: Path, entries: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]] | None = None
-) -> None:
+def write(directory: Path, entries: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]] | None = None) -> None:
     """A DCP directory: shards in the file of their dp rank, everything else in that of rank 0."""
     directory.mkdir(parents=True, exist_ok=True)
     files: dict[str, bytes] = {}
@@ -60,10 +57,6 @@ def moments(seed: int, *shape: int) -> torch.Tensor:
 
 def open_written(tmp_path: Path) -> TagLayout:
     return open_tag(LocalStorage(tmp_path), "t")
-
-
-def whole(tag: TagLayout, tree: Any) -> Any:
-    return map_tensors(tree, tag.files.read, TensorStub)
 
 
 GROUP = {"param_groups.0.lr": 0.1, "param_groups.0.betas": [0.9, 0.95]}
@@ -136,10 +129,7 @@ def test_the_recorded_order_decides_over_that_of_writing(tmp_path: Path) -> None
 def test_parameters_without_state_are_left_out_by_shape(tmp_path: Path) -> None:
     """A parameter that never had a gradient has a shape and no state; shapes in order tell which it is."""
     entries: dict[str, Any] = {"shape_info.0": [2], "shape_info.1": [6], "shape_info.2": [4]}
-    entries |= {
-        "base_state.a.exp_avg": shards(moments(0, 2), 2),
-        "base_state.c.exp_avg": shards(moments(2, 4), 2),
-    }
+    entries |= {"base_state.a.exp_avg": shards(moments(0, 2), 2), "base_state.c.exp_avg": shards(moments(2, 4), 2)}
     write(tmp_path / "t" / "optim", entries)
     tag = open_written(tmp_path)
     assert [0, 2] == list(tag.optimizer_tree(Coordinates())["base_state"])
@@ -160,24 +150,16 @@ def test_what_shapes_cannot_tell_is_not_guessed(tmp_path: Path) -> None:
     assert [1] == list(tag.optimizer_tree(Coordinates(), ["a", "b"])["base_state"])
     with pytest.raises(OptimizerMismatch, match="parameter 'b'"):
         tag.optimizer_tree(Coordinates(), ["a", "c"])
-
-
-def test_names_are_checked_against_shapes(tmp_path: Path) -> None:
-    """Names in another order than the indices are refused where shapes show it."""
-    entries: dict[str, Any] = {"shape_info.0": [2], "shape_info.1": [4]}
-    entries |= {
-        "base_state.a.exp_avg": shards(moments(0, 4), 2),
-        "base_state.b.exp_avg": shards(moments(1, 2), 2),
-    }
-    write(tmp_path / "t" / "optim", entries)
+    sizes = {"shape_info.0": [2], "shape_info.1": [4]}
+    averages = {f"base_state.{name}.exp_avg": shards(moments(0, size), 2) for name, size in (("a", 4), ("b", 2))}
+    write(tmp_path / "t" / "optim", {**sizes, **averages})
     tag = open_written(tmp_path)
     with pytest.raises(OptimizerMismatch):
-        tag.optimizer_tree(Coordinates())
+        tag.optimizer_tree(Coordinates())  # names in another order than the indices, as shapes show
     assert [1, 0] == list(tag.optimizer_tree(Coordinates(), ["b", "a"])["base_state"])
 
 
 def test_a_rank_without_shards_is_named(tmp_path: Path) -> None:
-    """The error gives the sizes that the directory shows."""
     write(tmp_path / "t" / "optim", {"shape_info.0": [2], "base_state.a.exp_avg": shards(moments(0, 2), 2)})
     with pytest.raises(PartNotFound, match=r"no shards for dp 2 tp 0 pp 0; found dp=2 tp=1 pp=1"):
         open_written(tmp_path).optimizer_tree(Coordinates(dp_rank=2))
@@ -200,7 +182,6 @@ def test_metadata_never_runs_code(tmp_path: Path, trust: bool) -> None:
 
 
 def test_entries_outside_the_directory_are_refused(tmp_path: Path) -> None:
-    """Metadata cannot point a reader at other files."""
     write(tmp_path / "t" / "optim", {"shape_info.0": [2]})
     (tmp_path / "t" / "secret.pt").write_bytes(b"x")
     info = {MetadataIndex("shape_info.0"): _StorageInfo("../secret.pt", 0, 1)}
