@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import copytree, ignore_patterns
@@ -38,7 +38,6 @@ _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "
 _HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("hosts_storage", "directory"))
 _REPLENISHING = "nxd_ckpt/tiers/hosts.py"
 _SESSION, _NEWS = "nxd_ckpt/commit/session.py", "nxd_ckpt/coordination/peers.py"
-
 
 _EVERY_STATE = "every state"
 """The place where states are looked at that a loss of power may leave, see ``crashes``."""
@@ -68,13 +67,20 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
 
 
 class Break(NamedTuple):
-    """``edits`` of files: what is there once, and what is put in its place. Only schedules that ``may_show`` it are
-    run."""
+    """In ``file`` is ``old``, once, in whose place ``new`` is put; and so on with ``also``. Only schedules that
+    ``may_show`` it are run."""
 
     what: str
     place: str
-    edits: Mapping[str, tuple[str, str]]
+    file: str
+    old: str
+    new: str = ""
     may_show: Callable[[Any], bool] = lambda schedule: True
+    also: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def edits(self) -> Sequence[tuple[str, str, str]]:
+        return [(self.file, self.old, self.new), *self.also]
 
 
 class Found(NamedTuple):
@@ -121,596 +127,438 @@ def _has_guests(work: Any) -> bool:
     return work.guest is not None
 
 
-_BEATS_OVER = {
-    _LEASE: (
-        "                    _beat(self._storage, self._lease, beat)",
-        "                    self._storage.write(LEASE, _encode(self._lease))\n"
-        "                    _beat(self._storage, self._lease, beat)",
-    )
-}
+_BEAT = "                    _beat(self._storage, self._lease, beat)"
+_BEATS_OVER = _LEASE, _BEAT, f"                    self._storage.write(LEASE, _encode(self._lease))\n{_BEAT}"
 _RETURN = "                return ["
-_VOTES = {_VOTING: ("            if not missing:\n" + _RETURN, "            if True:\n" + _RETURN)}
-_LEASE_IS_FREE = ("    if runs is not None:\n        return runs\n", "    return False\n")
-_LEASE_IS_HELD = (_LEASE_IS_FREE[0], "    return True\n")
-_IS_NOT_ASKED_AGAIN = {
-    _IDENTITY: (
-        "        if fingerprint is None or fingerprint != self.fingerprint:\n", "        if fingerprint is None:\n"
-    ),
-}
+_VOTES = _VOTING, f"            if not missing:\n{_RETURN}", f"            if True:\n{_RETURN}"
+_RUNS = "    if runs is not None:\n        return runs\n"
+_IS_NOT_ASKED_AGAIN = _IDENTITY, " is None or fingerprint != self.fingerprint:\n", " is None:\n"
 
+_SHARES_NONE = ((_GUESTS, "if storage.share(", "if False and storage.share("),)
 _NAMES_SYNCED = "for folder in folders)"
 _PUBLISHES = "    publication.publish(session, order_time, indexes, {names.MANIFEST: dump_manifest(manifest)})\n"
 
 BREAKS = [
     Break(
-        "Directory not synced after a tag's rename", "disk",
-        {_JOURNAL: ("attempt, tag)\n        _sync(storage)\n", "attempt, tag)\n")},
+        "Directory not synced after a tag's rename", "disk", _JOURNAL,
+        "attempt, tag)\n        _sync(storage)\n", "attempt, tag)\n",
     ),
     Break(
-        "Directory of the indexes not synced", "disk",
-        {_PUBLICATION: (_NAMES_SYNCED, "for folder in folders if not folder.endswith('/index'))")},
+        "Directory of the indexes not synced", "disk", _PUBLICATION,
+        _NAMES_SYNCED, "for folder in folders if not folder.endswith('/index'))",
     ),
     Break(
-        "Directories of the data not synced", "disk",
-        {_SAVED_FILES: ("(partial(self._sync, folder) for folder in folders)", "()")},
+        "Directories of the data not synced", "disk", _SAVED_FILES,
+        "(partial(self._sync, folder) for folder in folders)", "()",
     ),
     Break(
-        "Files of the data not synced", "disk",
-        {
-            _DISK: (
-                'self._storage._call("fsync", self._key, self._file.sync)',
-                'self._storage._call("fsync", self._key, self._file.sync if ".json" in self._key else lambda: None)',
-            )
-        },
+        "Files of the data not synced", "disk", _DISK,
+        'self._storage._call("fsync", self._key, self._file.sync)',
+        'self._storage._call("fsync", self._key, self._file.sync if ".json" in self._key else lambda: None)',
     ),
     Break(
-        "Attempt's directory not synced before its rename", "disk",
-        {_PUBLICATION: (_NAMES_SYNCED, "for folder in folders if folder != self.folder)")},
+        "Attempt's directory not synced before its rename", "disk", _PUBLICATION,
+        _NAMES_SYNCED, "for folder in folders if folder != self.folder)",
     ),
     Break(
-        "Published without a look at all ranks' files", "disk",
-        {_PUBLICATION: ("        self.must_hold(storage, self._not_listed(storage, files))\n", "")},
-        _is_taken_over,
+        "Published without a look at all ranks' files", "disk", _PUBLICATION,
+        "        self.must_hold(storage, self._not_listed(storage, files))\n", may_show=_is_taken_over,
     ),
+    Break("Heartbeat writes the lease", "disk", *_BEATS_OVER, _is_taken_over),
     Break(
-        "Heartbeat writes the lease", "disk", _BEATS_OVER, _is_taken_over,
-    ),
-    Break(
-        "Old tag removed before its successor is there", "disk",
-        {
-            _JOURNAL: (
-                "        _make(replacement, attempt, tag)\n",
-                "        storage.remove(tag)\n        _make(replacement, attempt, tag)\n",
-            )
-        },
+        "Old tag removed before its successor is there", "disk", _JOURNAL,
+        "        _make(replacement, attempt, tag)\n",
+        "        storage.remove(tag)\n        _make(replacement, attempt, tag)\n",
         lambda schedule: _replaces(schedule) and schedule.fault in ("kill", "power", "error", "stall"),
     ),
     Break(
-        "Old tag removed, not set aside, where nothing exchanges names", "disk",
-        {
-            _JOURNAL: (
-                "            storage.rename(self.target, self.aside)\n            storage.rename(self.finished",
-                "            storage.remove(self.target)\n            storage.rename(self.finished",
-            )
-        },
+        "Old tag removed, not set aside, where nothing exchanges names", "disk", _JOURNAL,
+        "            storage.rename(self.target, self.aside)\n            storage.rename(self.finished",
+        "            storage.remove(self.target)\n            storage.rename(self.finished",
         _renames_twice,
     ),
     Break(
-        "Replacement has no journal", "disk",
-        {_JOURNAL: ('            storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())\n', "")},
-        lambda schedule: _renames_twice(schedule) and schedule.rank == 0,
+        "Replacement has no journal", "disk", _JOURNAL,
+        '            storage.write(JOURNAL, json.dumps({"attempt": attempt, "tag": tag}).encode())\n',
+        may_show=lambda schedule: _renames_twice(schedule) and schedule.rank == 0,
     ),
     Break(
-        "Interrupted replacement not finished", "disk",
-        {_JOURNAL: ("        _settle(replacement, attempt)\n        _bring", "        _bring")},
+        "Interrupted replacement not finished", "disk", _JOURNAL,
+        "        _settle(replacement, attempt)\n        _bring",
+        "        _bring",
         lambda schedule: _renames_twice(schedule) and _ends(schedule),
     ),
     Break(
-        "Save with a failed sync not undone", "disk",
-        {
-            _JOURNAL: (
-                "            if not _restore(replacement, attempt, is_new):\n",
-                "            if False:\n",
-            )
-        },
+        "Save with a failed sync not undone", "disk", _JOURNAL,
+        "            if not _restore(replacement, attempt, is_new):\n",
+        "            if False:\n",
         lambda schedule: schedule.rank == 0 and schedule.fault in ("error", "sync"),
     ),
     Break(
-        "Rank without a verdict does not sync the tag", "power after a kill",
-        {_BALLOT: ('            storage.sync_dir("" if storage.renames else self._tag)  #', "            pass  #")},
+        "Rank without a verdict does not sync the tag", "power after a kill", _BALLOT,
+        '            storage.sync_dir("" if storage.renames else self._tag)  #', "            pass  #",
     ),
     Break(
-        "Save undone that another rank counts as saved", "an undoing that fails",
-        {_JOURNAL: ("        if not is_new or may_undo(storage, attempt):\n", "        if True:\n")},
+        "Save undone that another rank counts as saved", "an undoing that fails", _JOURNAL,
+        "        if not is_new or may_undo(storage, attempt):\n", "        if True:\n",
     ),
-    Break("Rank 0 does not wait for votes", "disk", _VOTES),
+    Break("Rank 0 does not wait for votes", "disk", *_VOTES),
     Break(
-        "Verdict before commit", "disk",
-        {
-            _BALLOT: (
-                "            commit(session, session.topology, votes, request)\n",
-                "            self._votes.announce(replace(Verdict(), tag=self._tag))\n"
-                "            commit(session, session.topology, votes, request)\n",
-            )
-        },
+        "Verdict before commit", "disk", _BALLOT,
+        "            commit(session, session.topology, votes, request)\n",
+        "            self._votes.announce(replace(Verdict(), tag=self._tag))\n"
+        "            commit(session, session.topology, votes, request)\n",
     ),
     Break(
-        "Undone save removed before its name is gone for good", "an undone save",
-        {
-            _JOURNAL: (
-                '            storage.sync_dir("")\n    storage.remove(key)\n',
-                "            pass\n    storage.remove(key)\n",
-            )
-        },
+        "Undone save removed before its name is gone for good", "an undone save", _JOURNAL,
+        '            storage.sync_dir("")\n    storage.remove(key)\n', "            pass\n    storage.remove(key)\n",
     ),
     Break(
-        "Rank does not wait for the verdict", "disk",
-        {
-            _BALLOT: (
-                "            verdict = "
-                "self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)\n",
-                "            verdict = Verdict()\n",
-            )
-        },
+        "Rank does not wait for the verdict", "disk", _BALLOT,
+        "            verdict = "
+        "self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)\n",
+        "            verdict = Verdict()\n",
     ),
     Break(
-        "Rank does not give up on rank 0", "disk",
-        {
-            _VOTING: (
-                "if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):",
-                "if leaving():",
-            )
-        },
+        "Rank does not give up on rank 0", "disk", _VOTING,
+        "if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):",
+        "if leaving():",
     ),
     Break(
-        "Rank 0 does not give up on a rank", "disk",
-        {_VOTING: ("patience.is_over(len(by_rank), partial(self._progress, names, ranks))", "False")},
+        "Rank 0 does not give up on a rank", "disk", _VOTING,
+        "patience.is_over(len(by_rank), partial(self._progress, names, ranks))", "False",
+    ),
+    Break("Manifest not written", "disk", _COMMIT, ", {names.MANIFEST: dump_manifest(manifest)})", ")"),
+    Break(
+        "Manifest that no load reads is published", "disk", _MANIFEST,
+        "    _require_readable(lambda: load_manifest(data, \"its manifest\"))\n",
+        also=((_COMMIT, "        parts=request.parts,\n", "        parts=replace(request.parts, model=1),\n"),),
     ),
     Break(
-        "Manifest not written", "disk",
-        {_COMMIT: (", {names.MANIFEST: dump_manifest(manifest)})", ")")},
+        "Retention removes one tag more", "disk", _COMMIT,
+        "        for tag in judgement.retention.surplus:", "        for tag in tags:",
     ),
+    Break("Live job's lease taken", "disk", _LEASE, _RUNS, "    return False\n"),
+    Break("Dead job's lease never taken", "disk", _LEASE, _RUNS, "    return True\n"),
     Break(
-        "Manifest that no load reads is published", "disk",
-        {
-            _MANIFEST: ("    _require_readable(lambda: load_manifest(data, \"its manifest\"))\n", ""),
-            _COMMIT: ("        parts=request.parts,\n", "        parts=replace(request.parts, model=1),\n"),
-        },
-    ),
-    Break(
-        "Retention removes one tag more", "disk",
-        {
-            _COMMIT: (
-                "        for tag in judgement.retention.surplus:",
-                "        for tag in tags:",
-            )
-        },
-    ),
-    Break("Live job's lease taken", "disk", {_LEASE: _LEASE_IS_FREE}),
-    Break("Dead job's lease never taken", "disk", {_LEASE: _LEASE_IS_HELD}),
-    Break(
-        "Load compares no digests", "disk",
-        {
-            "nxd_ckpt/tag/range_reader.py": (
-                "                raise mismatch(where", "                mismatch(where"
-            ),
-            "nxd_ckpt/tag/verification.py": (
-                "FileEntry(len(data), crc32.crc32(data))", "FileEntry(len(data), expected.crc32)"
-            ),
-        },
+        "Load compares no digests", "disk", "nxd_ckpt/tag/range_reader.py",
+        "                raise mismatch(where", "                mismatch(where",
         lambda schedule: getattr(schedule, "rots", False),
+        (("nxd_ckpt/tag/verification.py", "len(data), crc32.crc32(data))", "len(data), expected.crc32)"),),
     ),
     Break(
-        "Reader does not look again which tag it opened", "disk", _IS_NOT_ASKED_AGAIN,
+        "Reader does not look again which tag it opened", "disk", *_IS_NOT_ASKED_AGAIN,
         lambda schedule: schedule.reads and _replaces(schedule),
     ),
-    Break("Rank 0 does not wait for votes", "store", _VOTES),
+    Break("Rank 0 does not wait for votes", "store", *_VOTES),
     Break(
-        "Ranks write before rank 0 made room", "store",
-        {_BEGINNING: ("            self._await_opening()  #", "            pass  #")},
+        "Ranks write before rank 0 made room", "store", _BEGINNING,
+        "            self._await_opening()  #", "            pass  #",
     ),
     Break(
-        "Tag not emptied before it is saved again", "store",
-        {_PUBLICATION: ("            self._empty(session)\n        for", "            pass\n        for")},
+        "Tag not emptied before it is saved again", "store", _PUBLICATION,
+        "            self._empty(session)\n        for", "            pass\n        for",
     ),
     Break(
-        "Visible before its manifest is written", "store",
-        {
-            _COMMIT: (
-                _PUBLISHES,
-                "    publication.publish(session, order_time, indexes)\n"
-                "    publication.put(storage, {names.MANIFEST: dump_manifest(manifest)})\n",
-            )
-        },
+        "Visible before its manifest is written", "store", _COMMIT,
+        _PUBLISHES,
+        "    publication.publish(session, order_time, indexes)\n"
+        "    publication.put(storage, {names.MANIFEST: dump_manifest(manifest)})\n",
     ),
     Break(
-        "Save in place declares no intent", "store",
-        {_PUBLICATION: ("        journal.declare(storage, staging_dir(self.attempt), self.tag)\n", "")},
+        "Save in place declares no intent", "store", _PUBLICATION,
+        "        journal.declare(storage, staging_dir(self.attempt), self.tag)\n",
     ),
     Break(
-        "Dead job's uploads not removed", "store",
-        {
-            _S3: (
-                "        for name, upload_id in self._bucket.uploads(key, self._bucket.below(key)):",
-                "        for name, upload_id in ():",
-            )
-        },
+        "Dead job's uploads not removed", "store", _S3,
+        "        for name, upload_id in self._bucket.uploads(key, self._bucket.below(key)):",
+        "        for name, upload_id in ():",
         lambda schedule: getattr(schedule, "part", None) == 400,
     ),
     Break(
-        "Key taken without the condition that it is free", "store",
-        {_S3: ('uuid.uuid4().hex, IfNoneMatch="*")', "uuid.uuid4().hex)")},
+        "Key taken without the condition that it is free", "store", _S3,
+        'uuid.uuid4().hex, IfNoneMatch="*")', "uuid.uuid4().hex)",
     ),
-    Break("Live job's lease taken", "store", {_LEASE: _LEASE_IS_FREE}),
+    Break("Live job's lease taken", "store", _LEASE, _RUNS, "    return False\n"),
     Break(
-        "`done` not removed first", "store",
-        {
-            _PUBLICATION: (
-                '        storage.remove_if(f"{self.tag}/{DONE}", session.confirm)\n        remove_all',
-                "        remove_all",
-            )
-        },
+        "`done` not removed first", "store", _PUBLICATION,
+        '        storage.remove_if(f"{self.tag}/{DONE}", session.confirm)\n        remove_all',
+        "        remove_all",
         _replaces,
     ),
     Break(
-        "Lease not checked before `done`", "store",
-        {
-            _PUBLICATION: (
-                "        session.require()\n        try:\n            content", "        try:\n            content"
-            )
-        },
+        "Lease not checked before `done`", "store", _PUBLICATION,
+        "        session.require()\n        try:\n            content",
+        "        try:\n            content",
         _stands_still,
     ),
+    Break("Heartbeat writes the lease", "store", *_BEATS_OVER, _is_taken_over),
     Break(
-        "Heartbeat writes the lease", "store", _BEATS_OVER, _is_taken_over,
+        "Tag's content removed without a look at the lease", "store, taken over", _S3,
+        "            if not confirm():\n                return False\n", may_show=_is_taken_over,
     ),
     Break(
-        "Tag's content removed without a look at the lease", "store, taken over",
-        {_S3: ("            if not confirm():\n                return False\n", "")},
-        _is_taken_over,
-    ),
-    Break(
-        "Reader does not look again which tag it opened", "store", _IS_NOT_ASKED_AGAIN,
+        "Reader does not look again which tag it opened", "store", *_IS_NOT_ASKED_AGAIN,
         lambda schedule: schedule.reads,
     ),
-]
-
-
-BREAKS += [
     Break(
-        "Order time ignores existing tags", "disk",
-        {_COMMIT: ("    tags = session.listed.values()\n    now =", "    tags = ()\n    now =")},
+        "Order time ignores existing tags", "disk", _COMMIT,
+        "    tags = session.listed.values()\n    now =",
+        "    tags = ()\n    now =",
         lambda schedule: schedule.fault == "clock",
     ),
     Break(
-        "Order time not set on `done`", "disk",
-        {_PUBLICATION: ('        storage.set_time(f"{self.folder}/{DONE}", order_time)\n', "")},
+        "Order time not set on `done`", "disk", _PUBLICATION,
+        '        storage.set_time(f"{self.folder}/{DONE}", order_time)\n',
     ),
-    Break(
-        "Votes not judged", "ranks differ", {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
-    ),
-    Break(
-        "Votes not judged", "store, ranks differ",
-        {_COMMIT: ("    judge(votes, topology, leader_of)\n", "")},
-    ),
+    Break("Votes not judged", "ranks differ", _COMMIT, "    judge(votes, topology, leader_of)\n"),
+    Break("Votes not judged", "store, ranks differ", _COMMIT, "    judge(votes, topology, leader_of)\n"),
     *(
         Break(
-            "Rank that left out a save takes the next one for it", place,
-            {_BEGINNING: ("        if theirs is None or ", "        if isinstance(opened, str) or theirs is None or ")},
+            "Rank that left out a save takes the next one for it", place, _BEGINNING,
+            "        if theirs is None or ", "        if isinstance(opened, str) or theirs is None or ",
         )
         for place in ("ranks differ", "store, ranks differ")
     ),
     Break(
-        "Save passed over whose tag tells nothing", "ranks differ",
-        {_BEGINNING: ("        if rank and not (is_over or ", "        if rank and not (theirs or ")},
+        "Save passed over whose tag tells nothing", "ranks differ", _BEGINNING,
+        "        if rank and not (is_over or ", "        if rank and not (theirs or ",
     ),
     Break(
-        "Clean-up removes the staging of this attempt", "disk",
-        {
-            _COMMIT: (
-                "        if (everyone_is_past and number <= counter) or votes.all_voted(world_size):\n",
-                "        if True:\n",
-            )
-        },
+        "Clean-up removes the staging of this attempt", "disk", _COMMIT,
+        "        if (everyone_is_past and number <= counter) or votes.all_voted(world_size):\n", "        if True:\n",
     ),
     Break(
-        "Retention before publication", "disk",
-        {
-            _COMMIT: (
-                _PUBLISHES + "    if request.rules is not None:\n"
-                "        unread = () if request.draining is None else request.draining.unread\n"
-                "        retain(session, publication, request.rules, unread, _with_new("
-                "session, publication.tag, order_time, now))\n",
-                "    if request.rules is not None:\n        retain(session, publication, request.rules)\n" + _PUBLISHES,
-            )
-        },
+        "Retention before publication", "disk", _COMMIT,
+        _PUBLISHES + "    if request.rules is not None:\n"
+        "        unread = () if request.draining is None else request.draining.unread\n"
+        "        retain(session, publication, request.rules, unread, _with_new("
+        "session, publication.tag, order_time, now))\n",
+        "    if request.rules is not None:\n        retain(session, publication, request.rules)\n" + _PUBLISHES,
         _retains,
     ),
     Break(
-        "Retention removes nothing", "disk",
-        {_COMMIT: ("        for tag in judgement.retention.surplus:", "        for tag in ():")},
-        _retains,
+        "Retention removes nothing", "disk", _COMMIT,
+        "        for tag in judgement.retention.surplus:", "        for tag in ():", _retains,
     ),
     Break(
-        "Retention does not look again at a surplus tag", "a takeover at a removal",
-        {
-            "nxd_ckpt/commit/retention.py": (
-                "return info.tag in pins or not is_same", "return info.tag in pins"
-            )
-        },
+        "Retention does not look again at a surplus tag", "a takeover at a removal", "nxd_ckpt/commit/retention.py",
+        "return info.tag in pins or not is_same", "return info.tag in pins",
     ),
     Break(
-        "`overwrite=False` ignored", "disk",
-        {
-            _PUBLICATION: (
-                "    return kind(session.attempt(counter), tag, overwrite)\n",
-                "    return kind(session.attempt(counter), tag, None)\n",
-            )
-        },
+        "`overwrite=False` ignored", "disk", _PUBLICATION,
+        "    return kind(session.attempt(counter), tag, overwrite)\n",
+        "    return kind(session.attempt(counter), tag, None)\n",
         _must_not_replace,
     ),
     Break(
-        "Journal dropped before the rename is synced", "every state",
-        {
-            _JOURNAL: (
-                "        _make(replacement, attempt, tag)\n        _sync(storage)\n",
-                "        _make(replacement, attempt, tag)\n        if is_open(storage):\n            _forget(storage)\n"
-                "        _sync(storage)\n",
-            )
-        },
+        "Journal dropped before the rename is synced", "every state", _JOURNAL,
+        "        _make(replacement, attempt, tag)\n        _sync(storage)\n",
+        "        _make(replacement, attempt, tag)\n        if is_open(storage):\n            _forget(storage)\n"
+        "        _sync(storage)\n",
     ),
     Break(
-        "Files of others not moved to the new tag", "every state",
-        {
-            _JOURNAL: ("            _bring_guests(replacement, attempt)\n            _forget", "            _forget"),
-            _GUESTS: ("if storage.share(", "if False and storage.share("),
-        },
-        _has_guests,
+        "Files of others not moved to the new tag", "every state", _JOURNAL,
+        "            _bring_guests(replacement, attempt)\n            _forget", "            _forget",
+        _has_guests, _SHARES_NONE,
     ),
     Break(
-        "Files of others not moved by a recovery", "every state",
-        {
-            _JOURNAL: ("        _bring_guests(replacement, attempt)\n    except", "    except"),
-            _GUESTS: ("if storage.share(", "if False and storage.share("),
-        },
-        _has_guests,
+        "Files of others not moved by a recovery", "every state", _JOURNAL,
+        "        _bring_guests(replacement, attempt)\n    except", "    except",
+        _has_guests, _SHARES_NONE,
     ),
     Break(
-        "Moves of files of others not synced", "every state",
-        {
-            _GUESTS: ("        storage.sync_dir(folder)\n\n\ndef _move", "        pass\n\n\ndef _move"),
-            "tests/simulation/world/disk_storage.py": ("    def share(self,", "    def _share(self,"),
-        },
-        _has_guests,
+        "Moves of files of others not synced", "every state", _GUESTS,
+        "        storage.sync_dir(folder)\n\n\ndef _move", "        pass\n\n\ndef _move",
+        _has_guests, ((_DISK, "    def share(self,", "    def _share(self,"),),
     ),
     Break(
-        "Journal not synced before the renames", "every state",
-        {_JOURNAL: ("partial(storage.sync_dir, HIDDEN), partial", "partial")},
+        "Journal not synced before the renames", "every state", _JOURNAL,
+        "partial(storage.sync_dir, HIDDEN), partial", "partial",
     ),
     Break(
-        "Hidden directory not synced before the renames", "every state",
-        {_JOURNAL: ('HIDDEN), partial(storage.sync_dir, ""))', "HIDDEN))")},
+        "Hidden directory not synced before the renames", "every state", _JOURNAL,
+        'HIDDEN), partial(storage.sync_dir, ""))', "HIDDEN))",
     ),
     Break(
-        "New job does not recover a dead one's replacement", "a launch after a swap",
-        {"nxd_ckpt/commit/session.py": ("    journal.recover(storage)\n", "")},
+        "New job does not recover a dead one's replacement", "a launch after a swap", "nxd_ckpt/commit/session.py",
+        "    journal.recover(storage)\n",
     ),
     Break(
-        "Save does not recover an earlier one of its job", "an undoing that fails",
-        {_JOURNAL: ("    recover(storage)  # an earlier swap of this job may not be finished yet\n", "")},
+        "Save does not recover an earlier one of its job", "an undoing that fails", _JOURNAL,
+        "    recover(storage)  # an earlier swap of this job may not be finished yet\n",
     ),
     Break(
-        "Reader does not recover a dead job's replacement", "disk",
-        {_CHOOSING: ("            journal.recover(storage)\n", "            pass\n")},
+        "Reader does not recover a dead job's replacement", "disk", _CHOOSING,
+        "            journal.recover(storage)\n",
+        "            pass\n",
         lambda schedule: _renames_twice(schedule) and _ends(schedule),
     ),
     Break(
-        "Reader recovers although the job lives", "a reader at a swap",
-        {_CHOOSING: (" and not lease.job_lives(storage, patience=_SWAP_TAKES):", ":")},
+        "Reader recovers although the job lives", "a reader at a swap", _CHOOSING,
+        " and not lease.job_lives(storage, patience=_SWAP_TAKES):", ":",
     ),
     Break(
-        "Undoing of a save not synced", "an undone save",
-        {_JOURNAL: ("        _sync(storage)\n        _forget(storage)\n    e", "        _forget(storage)\n    e")},
+        "Undoing of a save not synced", "an undone save", _JOURNAL,
+        "        _sync(storage)\n        _forget(storage)\n    e", "        _forget(storage)\n    e",
     ),
     Break(
-        "Failed save's files removed though it was visible", "an undone save",
-        {_BEGINNING: ("self.writer is not None and storage.renames and not storage.is_file(done):",
-                      "self.writer is not None and storage.renames:")},
+        "Failed save's files removed though it was visible", "an undone save", _BEGINNING,
+        "self.writer is not None and storage.renames and not storage.is_file(done):",
+        "self.writer is not None and storage.renames:",
     ),
     Break(
-        "Trash emptied while there is a journal", "an undoing that fails",
-        {_JOURNAL: ("        if is_open(storage):\n            return\n        names = [e", "        names = [e")},
+        "Trash emptied while there is a journal", "an undoing that fails", _JOURNAL,
+        "        if is_open(storage):\n            return\n        names = [e", "        names = [e",
     ),
     Break(
-        "Dead job's lease taken by `write`, not `exchange`", "lease",
-        {
-            _LEASE: (
-                "        elif storage.exchange(LEASE, data, _encode(mine)):\n",
-                "        else:\n            storage.write(LEASE, _encode(mine))\n",
-            )
-        },
+        "Dead job's lease taken by `write`, not `exchange`", "lease", _LEASE,
+        "        elif storage.exchange(LEASE, data, _encode(mine)):\n",
+        "        else:\n            storage.write(LEASE, _encode(mine))\n",
     ),
     Break(
-        "Exchange does not compare", "lease",
-        {
-            _DISK: (
-                "            if self.read(key) != expected:\n                return False\n",
-                "            expected = self.read(key)\n",
-            )
-        },
+        "Exchange does not compare", "lease", _DISK,
+        "            if self.read(key) != expected:\n                return False\n",
+        "            expected = self.read(key)\n",
     ),
     Break(
-        "Another job's lease released", "lease",
-        {
-            _LEASE: (
-                "    if _repaired(storage, lease) == lease:\n        with suppress(OSError):\n"
-                "            storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's\n"
-                "        storage.remove_if(LEASE, lambda: read(storage) == lease)\n",
-                "    storage.remove(LEASE)\n",
-            )
-        },
+        "Another job's lease released", "lease", _LEASE,
+        "    if _repaired(storage, lease) == lease:\n        with suppress(OSError):\n"
+        "            storage.remove(HEARTBEAT)  # before the lease: after that it may be the next holder's\n"
+        "        storage.remove_if(LEASE, lambda: read(storage) == lease)\n",
+        "    storage.remove(LEASE)\n",
     ),
     Break(
-        "Holder gives no heartbeat", "lease",
-        {_LEASE: ("        while not self._stop.wait(self._interval):\n", "        while False:\n")},
+        "Holder gives no heartbeat", "lease", _LEASE,
+        "        while not self._stop.wait(self._interval):\n", "        while False:\n",
     ),
     Break(
-        "Put overwrites", "store",
-        {
-            _PUBLICATION: (
-                "        if not storage.link_new(key, data) and storage.read(key) != data:\n",
-                "        storage.write(key, data)\n        if False:\n",
-            )
-        },
+        "Put overwrites", "store", _PUBLICATION,
+        "        if not storage.link_new(key, data) and storage.read(key) != data:\n",
+        "        storage.write(key, data)\n        if False:\n",
     ),
     Break(
-        "`done` does not name its attempt", "store",
-        {
-            "nxd_ckpt/tag/identity.py": (
-                'f"{order_text(order_time)} {attempt}".encode()',
-                "order_text(order_time).encode()",
-            )
-        },
+        "`done` does not name its attempt", "store", "nxd_ckpt/tag/identity.py",
+        'f"{order_text(order_time)} {attempt}".encode()', "order_text(order_time).encode()",
     ),
     Break(
-        "Lost reply to `done` not looked up", "lost replies",
-        {_PUBLICATION: ("            content = self._content_after(storage, mark, error)  #", "            raise  #")},
+        "Lost reply to `done` not looked up", "lost replies", _PUBLICATION,
+        "            content = self._content_after(storage, mark, error)  #", "            raise  #",
     ),
     Break(
-        "Lease not checked after `done`", "store, taken over",
-        {_PUBLICATION: ("        self._withdraw_if_swept(session, mark)\n", "")},
+        "Lease not checked after `done`", "store, taken over", _PUBLICATION,
+        "        self._withdraw_if_swept(session, mark)\n",
     ),
-]
-
-
-BREAKS += [
+    Break("Real `fdatasync` removed", "local", _SYSTEM, "        os.fdatasync(fd)\n", "        pass\n"),
     Break(
-        "Real `fdatasync` removed", "local",
-        {_SYSTEM: ("        os.fdatasync(fd)\n", "        pass\n")},
+        "Real `fsync` of directories removed", "local", _LOCAL,
+        "            sync_path(folder)\n", "            pass\n",
     ),
     Break(
-        "Real `fsync` of directories removed", "local",
-        {_LOCAL: ("            sync_path(folder)\n", "            pass\n")},
+        "New directory not synced into its parent", "local", _LOCAL,
+        "        for folder in missing:\n            self._sync(os.path.dirname(folder))\n",
     ),
     Break(
-        "New directory not synced into its parent", "local",
-        {_LOCAL: ("        for folder in missing:\n            self._sync(os.path.dirname(folder))\n", "")},
+        "Path to the directory of tags not synced", "local", _LOCAL,
+        "            self._sync_way()\n", "            pass\n",
+    ),
+    Break("`O_EXCL` dropped", "lease, local", _FILES, '"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_CREAT", "O_CLOEXEC"'),
+    Break("`O_CREAT` dropped", "local", _FILES, '"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_EXCL", "O_CLOEXEC"'),
+    Break(
+        "Rename in place of an exchange", "local", _SYSTEM,
+        "_WORKING_DIRECTORY, _EXCHANGE = -100, 2", "_WORKING_DIRECTORY, _EXCHANGE = -100, 0", _replaces,
     ),
     Break(
-        "Path to the directory of tags not synced", "local",
-        {_LOCAL: ("            self._sync_way()\n", "            pass\n")},
+        "Exchange claimed where it does not work", "local", _SYSTEM,
+        "    if error in _CANNOT_EXCHANGE:\n        return False\n", "    return True\n", _renames_twice,
     ),
     Break(
-        "`O_EXCL` dropped", "lease, local",
-        {_FILES: ('"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_CREAT", "O_CLOEXEC"')},
+        "New file renamed into place, not linked", "lease, local", _LOCAL,
+        "        os.link(old, new)", "        os.replace(old, new)",
     ),
     Break(
-        "`O_CREAT` dropped", "local",
-        {_FILES: ('"O_CREAT", "O_EXCL", "O_CLOEXEC"', '"O_EXCL", "O_CLOEXEC"')},
+        "Small files written in place", "local", _LOCAL,
+        "        temporary = self._write_aside(key, data)\n        try:\n            _replace",
+        "        _unlink(self._own(key))\n        writer = self.create(key, len(data))\n"
+        "        with completed(writer):\n            writer.write_at(0, data)\n        return\n"
+        "        try:\n            _replace",
     ),
     Break(
-        "Rename in place of an exchange", "local",
-        {_SYSTEM: ("_WORKING_DIRECTORY, _EXCHANGE = -100, 2", "_WORKING_DIRECTORY, _EXCHANGE = -100, 0")},
-        _replaces,
+        "Short write counts as done", "local", _FILES,
+        "        view = view[count:]\n        offset += count\n", "        view = view[len(view) :]\n",
     ),
     Break(
-        "Exchange claimed where it does not work", "local",
-        {_SYSTEM: ("    if error in _CANNOT_EXCHANGE:\n        return False\n", "    return True\n")},
-        _renames_twice,
+        "Short read counts as done", "local", _FILES,
+        "            left -= count\n            offset += count\n", "            left = 0\n",
     ),
     Break(
-        "New file renamed into place, not linked", "lease, local",
-        {_LOCAL: ("        os.link(old, new)", "        os.replace(old, new)")},
+        "File moved aside before it is compared", "lease, local", _LOCAL,
+        "            if _read(path, DOCUMENT) != expected:\n                return False\n",
     ),
     Break(
-        "Small files written in place", "local",
-        {
-            _LOCAL: (
-                "        temporary = self._write_aside(key, data)\n        try:\n            _replace",
-                "        _unlink(self._own(key))\n        writer = self.create(key, len(data))\n"
-                "        with completed(writer):\n            writer.write_at(0, data)\n        return\n"
-                "        try:\n            _replace",
-            )
-        },
+        "Lease taken by two: not compared once it is moved aside", "lease, local", _LOCAL,
+        "            if _read(aside, DOCUMENT) != expected:\n", "            if False:\n",
     ),
     Break(
-        "Short write counts as done", "local",
-        {_FILES: ("        view = view[count:]\n        offset += count\n", "        view = view[len(view) :]\n")},
-    ),
-    Break(
-        "Short read counts as done", "local",
-        {_FILES: ("            left -= count\n            offset += count\n", "            left = 0\n")},
-    ),
-    Break(
-        "File moved aside before it is compared", "lease, local",
-        {_LOCAL: ("            if _read(path, DOCUMENT) != expected:\n                return False\n", "")},
-    ),
-    Break(
-        "Lease taken by two: not compared once it is moved aside", "lease, local",
-        {_LOCAL: ("            if _read(aside, DOCUMENT) != expected:\n", "            if False:\n")},
-    ),
-    Break(
-        "File that is written past the page cache not synced", "local",
-        {_FILES: ("                if self._durable:\n", "                if self._durable and self._direct < 0:\n")},
+        "File that is written past the page cache not synced", "local", _FILES,
+        "                if self._durable:\n",
+        "                if self._durable and self._direct < 0:\n",
         lambda schedule: getattr(schedule, "direct", False),
     ),
     Break(
-        "File's time not set", "local",
-        {_LOCAL: ("        os.utime(self._own(key), (seconds", "        dict(given=self._own(key), times=(seconds")},
+        "File's time not set", "local", _LOCAL,
+        "        os.utime(self._own(key), (seconds", "        dict(given=self._own(key), times=(seconds",
     ),
     Break(
-        "Small file on the host of rank 0 only", "hosts",
-        {_HOSTS: ("            self._mirror(key, data, others)\n", "            pass\n")},
+        "Small file on the host of rank 0 only", "hosts", _HOSTS,
+        "            self._mirror(key, data, others)\n", "            pass\n",
     ),
     Break(
-        "Lease on another host not looked for again", "hosts",
-        {_HOSTS: ("        if at_home and is_elsewhere():  #", "        if False:  #")},
+        "Lease on another host not looked for again", "hosts", _HOSTS,
+        "        if at_home and is_elsewhere():  #", "        if False:  #",
     ),
     Break(
-        "File complete before its replicas", "hosts",
-        {_HOSTS: ("            for writer in self._others:\n                writer.close()\n", "")},
+        "File complete before its replicas", "hosts", _HOSTS,
+        "            for writer in self._others:\n                writer.close()\n",
     ),
     Break(
-        "All hosts count as having the newest save", "hosts",
-        {_HOSTS: ("in marks.items() if marker == newest)", "in marks.items() if marker)")},
+        "All hosts count as having the newest save", "hosts", _HOSTS,
+        "in marks.items() if marker == newest)", "in marks.items() if marker)",
     ),
     Break(
-        "Replacing host gets none of the files", "moved hosts",
-        {_REPLENISHING: ("        for fetch in fetches:\n            self._fetch(opened, fetch)\n", "")},
+        "Replacing host gets none of the files", "moved hosts", _REPLENISHING,
+        "        for fetch in fetches:\n            self._fetch(opened, fetch)\n",
     ),
     Break(
-        "Returning host keeps older files of a tag", "moved hosts",
-        {_REPLENISHING: ("            source.hosts.directories[number].remove(tag)\n", "            pass\n")},
+        "Returning host keeps older files of a tag", "moved hosts", _REPLENISHING,
+        "            source.hosts.directories[number].remove(tag)\n", "            pass\n",
     ),
     Break(
-        "Small file's name not synced on a host", "hosts",
-        {_OWN: ("super().write(key, data)\n        self.sync_dir(_folder(key))\n", "super().write(key, data)\n")},
+        "Small file's name not synced on a host", "hosts", _OWN,
+        "super().write(key, data)\n        self.sync_dir(_folder(key))\n", "super().write(key, data)\n",
     ),
     Break(
-        "Removal ends at the first absent host", "hosts",
-        {_HOSTS: ("problem = problem or error\n        self._members.pop", "raise\n        self._members.pop")},
+        "Removal ends at the first absent host", "hosts", _HOSTS,
+        "problem = problem or error\n        self._members.pop", "raise\n        self._members.pop",
     ),
     Break(
-        "Lease kept if another host is away", "hosts",
-        {
-            _SESSION: (
-                "            with suppress(OSError):  # another host may be away: that must not keep the lease\n"
-                '                self.storage.remove(f"{PROBES}/{self.probe}")\n',
-                '            self.storage.remove(f"{PROBES}/{self.probe}")\n',
-            )
-        },
+        "Lease kept if another host is away", "hosts", _SESSION,
+        "            with suppress(OSError):  # another host may be away: that must not keep the lease\n"
+        '                self.storage.remove(f"{PROBES}/{self.probe}")\n',
+        '            self.storage.remove(f"{PROBES}/{self.probe}")\n',
     ),
     Break(
-        "Failed rename that happened leaves the tag visible", "a lost reply",
-        {_JOURNAL: (" or bool((is_new or self._has_new_name)())", "")},
+        "Failed rename that happened leaves the tag visible", "a lost reply", _JOURNAL,
+        " or bool((is_new or self._has_new_name)())",
     ),
     Break(
-        "Failed exchange that happened is not reversed", "a lost reply",
-        {_JOURNAL: ("if self.is_there(self.finished) and storage.swap(self.finished, self.target):", "if False:")},
+        "Failed exchange that happened is not reversed", "a lost reply", _JOURNAL,
+        "if self.is_there(self.finished) and storage.swap(self.finished, self.target):", "if False:",
     ),
     Break(
-        "Closed session listens to the news", "store",
-        {_NEWS: ("            self._peers.listen(self._channel, None)\n", "            pass\n")},
+        "Closed session listens to the news", "store", _NEWS,
+        "            self._peers.listen(self._channel, None)\n",
+        "            pass\n",
         lambda schedule: schedule.has_group,
     ),
 ]
@@ -760,7 +608,7 @@ def broken(number: int, limit: int, seconds: float) -> Found:
         Path(copy, "tests/support").mkdir()
         for part in ("tests/__init__.py", "tests/support/__init__.py", "tests/support/reliability.py"):
             Path(copy, part).write_bytes((REPOSITORY / part).read_bytes())
-        for name, (old, new) in BREAKS[number].edits.items():
+        for name, old, new in BREAKS[number].edits:
             path = Path(copy, name)
             text = path.read_text()
             assert text.count(old) == 1, f"{name} has {text.count(old)} times {old!r}"

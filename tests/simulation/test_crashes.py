@@ -54,7 +54,6 @@ def test_what_nobody_looks_at_tells_no_states_apart() -> None:
 
 
 def test_a_state_that_equals_an_earlier_one_is_not_looked_at_again() -> None:
-    """Also one that another crash left."""
     seen = Seen()
     for again in (False, True):
         for remains in crash_states(disk_with_changes(), seen):
@@ -63,26 +62,10 @@ def test_a_state_that_equals_an_earlier_one_is_not_looked_at_again() -> None:
                 DiskStorage(remains.disk(time.time)).list("a")
 
 
-@pytest.mark.parametrize("work", SAVES, ids=lambda work: work.name)
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("work", [*SAVES[::2], *CONVERSIONS, *DRAINS], ids=lambda work: work.name)
 def test_the_promises_hold_in_states_that_a_crash_leaves(work: Work) -> None:
-    """At some of the moments at which power may be lost during a save."""
-    count = enumerated(work, every=EVERY, most=MOST)
-    assert [] == count.failures
-    assert 1 < count.looked_at
-
-
-@pytest.mark.parametrize("work", CONVERSIONS, ids=lambda work: work.name)
-def test_an_output_is_the_old_or_the_new_one_in_states_that_a_crash_leaves(work: Work) -> None:
-    """At some of the moments at which power may be lost during a conversion; and it can be made once more."""
-    count = enumerated(work, every=EVERY, most=MOST)
-    assert [] == count.failures
-    assert 1 < count.looked_at
-
-
-@pytest.mark.parametrize("work", DRAINS, ids=lambda work: work.name)
-def test_a_lower_tier_keeps_the_promises_in_states_that_a_crash_leaves(work: Work) -> None:
-    """At some of the moments at which power may be lost while a tag is copied there; and the next tag is copied."""
+    """At some of the moments at which power may be lost: during a save, during a conversion, whose output is the old or
+    the new one and can be made once more, and while a tag is copied to a lower tier."""
     count = enumerated(work, every=EVERY, most=MOST)
     assert [] == count.failures
     assert 1 < count.looked_at
@@ -92,5 +75,4 @@ def test_a_lower_tier_keeps_the_promises_in_states_that_a_crash_leaves(work: Wor
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("work", [*SAVES, *CONVERSIONS, *DRAINS], ids=lambda work: work.name)
 def test_the_promises_hold_in_every_state_that_a_crash_leaves(work: Work) -> None:
-    """At every moment, in several interleavings."""
     assert [] == enumerated(work, interleavings=10).failures

@@ -31,8 +31,10 @@ def no_garbage_is_collected() -> Iterator[None]:
 
 @pytest.mark.parametrize("place", SLICE)
 def test_the_promises_hold_under_any_schedule(place: str) -> None:
-    """A failure names its seed; ``python -m tests.simulation --place PLACE --count 1 --first SEED`` runs it again."""
+    """A failure names its seed; ``python -m tests.simulation --place PLACE --count 1 --first SEED`` runs it again, and
+    with ``--dedup`` one whose saves share files."""
     assert [] == counted(place, range(SLICE[place])).failures
+    assert [] == counted(place, range(SLICE[place] // 16), dedup=True).failures
 
 
 DIRECTED: list[tuple[Callable[[int], Schedule], int]] = [
@@ -74,12 +76,6 @@ def test_a_seed_is_replayed_exactly(place: str, fault: str) -> None:
     traces = [run(schedule).trace for _ in range(2)]
     assert len(traces[0]) > 100
     assert traces[0] == traces[1]
-
-
-@pytest.mark.parametrize("place", SLICE)
-def test_the_promises_hold_where_saves_share_files(place: str) -> None:
-    """The same with ``dedup=True``; ``python -m tests.simulation --dedup`` runs more of them."""
-    assert [] == counted(place, range(SLICE[place] // 16), dedup=True).failures
 
 
 @pytest.mark.soak
@@ -295,13 +291,12 @@ FOUND = [
 
 @pytest.mark.parametrize("schedule", FOUND, ids=lambda schedule: str(schedule.seed))
 def test_what_was_found_stays_mended(schedule: Schedule) -> None:
-    """Schedules that broke a promise once."""
     run(schedule)
 
 
 @pytest.mark.parametrize("number", range(len(BREAKS)))
 def test_what_is_broken_on_purpose_is_still_there(number: int) -> None:
     """``python -m tests.simulation.broken`` takes hours; that it breaks the code as it is today is seen here."""
-    for name, (old, new) in BREAKS[number].edits.items():
+    for name, old, new in BREAKS[number].edits:
         assert 1 == (REPOSITORY / name).read_text().count(old)
         assert old != new

@@ -27,7 +27,6 @@ def test_the_promises_hold_whatever_happens_at_a_step(scene: Scene, event: str) 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_the_promises_hold_whatever_happens_at_any_step(scene: Scene, event: str) -> None:
-    """At each of them."""
     assert 0 < all_steps(scene, event)
 
 
@@ -53,5 +52,4 @@ def test_a_removed_directory_comes_back_from_no_power_cut_without_its_files() ->
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.name)
 def test_a_tag_with_files_is_whole_in_every_state_that_a_crash_leaves(trainer: Trainer) -> None:
-    """At every moment."""
     assert [] == enumerated(trainer, local=True).failures

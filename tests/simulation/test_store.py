@@ -52,13 +52,6 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nxd_ckpt.effects.sleep", lambda seconds: None)
 
 
-def test_a_request_whose_reply_is_lost_is_made_again_and_finds_its_own_object() -> None:
-    """The condition does not hold any more then: the key is taken, by the request itself."""
-    store, network = ObjectStore(), Losing("put_object", 1, happens=True)
-    assert store_storage(store, network).link_new("key", b"1")
-    assert ["put_object", "put_object", "head_object"] == network.requests
-
-
 def test_who_never_gets_a_reply_is_told_and_the_request_may_have_happened() -> None:
     """An unconditional write, of which every reply is lost, raises, and is there; of one that never came, it is not."""
     for happens in (True, False):
@@ -92,19 +85,6 @@ def test_a_removal_that_happens_late_takes_nothing_that_came_since() -> None:
         assert b"new" == storage.read("tag/key")
 
 
-def test_an_upload_that_nobody_ends_stays_until_it_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no object, and a dead process's only trace."""
-    monkeypatch.setattr("nxd_ckpt.storage.s3.upload.PART", 4)
-    store = ObjectStore()
-    storage = store_storage(store)
-    writer = storage.create("folder/key", 10)
-    writer.write_at(0, b"01234567")
-    writer.settle()
-    assert [["folder/key"], []] == [[upload.key for upload in store.uploads.values()], storage.list()]
-    storage.discard_unfinished("folder")
-    assert {} == store.uploads
-
-
 def test_a_listing_of_several_pages_holds_what_comes_meanwhile_or_does_not() -> None:
     """What comes behind the page that was read is seen, what comes before it is not."""
     store = ObjectStore(page=1)
@@ -120,20 +100,6 @@ def test_a_listing_of_several_pages_holds_what_comes_meanwhile_or_does_not() -> 
     for key in ("m", "n"):
         writing.write(key, b"1")
     assert [DirEntry(name, False) for name in ("m", "n", "z")] == store_storage(store, network).list()
-
-
-def test_a_request_that_is_refused_is_not_made_again() -> None:
-    """PermissionError, after one request."""
-    names: list[str] = []
-
-    def network(name: str, key: str, happen: Callable[[], Reply]) -> Reply:
-        names.append(name)
-        raise Refused(403, "AccessDenied")
-
-    with pytest.raises(PermissionError, match="AccessDenied"):
-        store_storage(ObjectStore(), network).write("key", b"1")
-    assert "put_object" == names[0]
-    assert 1 == names.count("put_object")
 
 
 def test_a_load_makes_few_requests_and_a_listing_one_for_each_tag() -> None:

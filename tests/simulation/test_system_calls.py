@@ -1,6 +1,7 @@
 """Our own LocalStorage on a simulated disk: what its system calls do there, and what a loss of power leaves."""
 
 import errno
+import mmap
 import os
 import shutil
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.contract import StorageContract
 from tests.simulation.__main__ import counted
 from tests.simulation.crashes import enumerated
 from tests.simulation.disk_schedule import DiskSchedule
@@ -55,32 +57,22 @@ def test_what_is_below_the_simulated_root_alone_is_simulated(calls: SystemCalls,
 
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("swaps", [True, False])
-def test_the_storage_keeps_its_contract(calls: SystemCalls, disk: Disk, swaps: bool, links: bool) -> None:
+def test_names_are_taken_and_exchanged(calls: SystemCalls, disk: Disk, swaps: bool, links: bool) -> None:
+    """On file systems with and without hard links, and with and without an exchange of names."""
+    storage = LocalStorage(calls.mount(disk, swaps=swaps, links=links))
+    assert [True, True, False] == [storage.link_new(f"a/{name}", name.encode()) for name in "121"]
+    assert storage.exchange("a/1", b"1", b"newer")
+    assert not storage.exchange("a/1", b"1", b"newest")
+    assert swaps == storage.swap("a/1", "a/2")
+    assert (b"2" if swaps else b"newer") == storage.read("a/1")
+
+
+class TestLocalStorageOnASimulatedDisk(StorageContract):
     """The same as on a real disk, also where a call moves half of what it could."""
-    storage, data = LocalStorage(calls.mount(disk, swaps=swaps, links=links)), bytes(range(256)) * 40
-    for number in range(12):
-        with pytest.raises(FileNotFoundError):
-            storage.read(f"a/{number}")
-        storage.write(f"a/{number}", data)
-        assert data == storage.read(f"a/{number}")
-        memory = bytearray(100)
-        storage.read_into(f"a/{number}", 7, memoryview(memory))
-        assert data[7:107] == memory
-    assert not storage.link_new("a/1", b"new")
-    assert storage.link_new("a/new", b"new")
-    assert storage.exchange("a/new", b"new", b"newer")
-    assert not storage.exchange("a/new", b"new", b"newest")
-    assert b"newer" == storage.read("a/new")
-    assert swaps == storage.swap("a/new", "a/1")
-    storage.rename("a", "b")
-    with pytest.raises(FileExistsError):
-        storage.rename("b/1", "b/2")
-    storage.set_time("b/1", 12.5)
-    assert 12.5 == storage.time("b/1")
-    if links:
-        assert storage.duplicate("b/1", storage.version("b/1"), "c/1")
-    storage.remove("b")
-    assert [] == storage.list("b")
+
+    @pytest.fixture
+    def storage(self, calls: SystemCalls, disk: Disk) -> LocalStorage:
+        return LocalStorage(calls.mount(disk))
 
 
 def test_a_directory_that_is_made_lasts_with_what_leads_to_it(calls: SystemCalls, disk: Disk) -> None:
@@ -95,7 +87,6 @@ def test_a_directory_that_is_made_lasts_with_what_leads_to_it(calls: SystemCalls
 
 
 def test_a_file_lasts_once_its_directory_is_synced(calls: SystemCalls, disk: Disk) -> None:
-    """Its bytes last from the end of the write on."""
     storage = LocalStorage(calls.mount(disk))
     storage.make_dir("a")
     storage.write("a/kept", b"1")
@@ -104,6 +95,21 @@ def test_a_file_lasts_once_its_directory_is_synced(calls: SystemCalls, disk: Dis
     after = crashed(disk)
     assert b"1" == after.read("a/kept")
     assert not after.is_file("a/lost")
+
+
+def test_a_file_that_is_written_past_the_page_cache_lasts_too(calls: SystemCalls, disk: Disk) -> None:
+    """Direct writes reach the disk, and its size does not: that takes a sync, as for any other file."""
+    storage, nbytes = LocalStorage(calls.mount(disk)), 2**20
+    with mmap.mmap(-1, nbytes) as memory:
+        memory[:] = bytes(range(256)) * (nbytes // 256)
+        writer = storage.create("a/large", nbytes)
+        with memoryview(memory) as view:
+            writer.write_at(0, view)
+            assert vars(writer)["_direct"] >= 0
+            writer.close()
+            for folder in ("a", ""):
+                storage.sync_dir(folder)
+            assert bytes(view) == crashed(disk).read("a/large")
 
 
 def test_flags_of_open_mean_what_they_mean(calls: SystemCalls, disk: Disk) -> None:
@@ -166,7 +172,6 @@ def test_what_was_moved_aside_and_is_another_one_comes_back(calls: SystemCalls, 
 
 
 def test_a_seed_is_replayed_exactly() -> None:
-    """Also the names of temporary files are the same."""
     traces = [run(DiskSchedule.of_system_calls(4)).trace for _ in range(2)]
     assert len(traces[0]) > 100
     assert traces[0] == traces[1]
@@ -183,7 +188,6 @@ def test_the_lease_is_held_by_one_in_any_schedule() -> None:
 
 
 def test_names_do_not_depend_on_other_threads() -> None:
-    """Threads that other tests left may draw names, too."""
     with SystemCalls().installed():
         first = uuid.uuid4()
         other = threading.Thread(target=uuid.uuid4)
@@ -203,5 +207,4 @@ def test_the_promises_hold_in_states_that_a_crash_leaves() -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("work", SAVES, ids=lambda work: work.name)
 def test_the_promises_hold_in_every_state_that_a_crash_leaves(work: object) -> None:
-    """At every moment."""
     assert [] == enumerated(work, local=True).failures  # type: ignore[arg-type]

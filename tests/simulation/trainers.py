@@ -95,9 +95,7 @@ def _save(root: str, save: Save, run_id: str) -> None:
             _write(os.path.join(staged, name), _content(save.value, name))
         weight = torch.tensor([10.0 * save.value, 10.0 * save.value + 1])
         content = {"value": save.value}
-        saves.save(
-            agreement, {"weight": weight}, None, None, content, limit=save.num_kept, async_save=save.is_async
-        )
+        saves.save(agreement, {"weight": weight}, None, None, content, limit=save.num_kept, async_save=save.is_async)
         saves.close()
     finally:
         if saves is not None:

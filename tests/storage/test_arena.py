@@ -100,7 +100,6 @@ def test_the_room_is_the_smallest_of_all_limits(tmp_path: Path, files: dict[str,
 
 
 def test_a_host_that_tells_nothing(tmp_path: Path) -> None:
-    """Its physical memory is all there is to go by."""
     assert available_memory(tmp_path) > 0
 
 

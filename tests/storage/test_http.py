@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import (
-    convert,
-    copy_checkpoint,
-    has_checkpoint,
-    load_checkpoint,
-    open_checkpoint,
-    save_checkpoint,
-    unshard_checkpoint,
-)
+import nxd_ckpt
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound
 from nxd_ckpt.storage import fsspec_storage
@@ -98,7 +90,7 @@ def directory(tmp_path: Path) -> Path:
     """With two tags of ours: the later one has the lesser name."""
     for tag, value in (("b", 1), ("a", 2)):
         state = {name: tensor * value for name, tensor in STATE.items()}
-        save_checkpoint(tmp_path / "run", tag, state, user_content={"value": value}, use_xser=value == 1)
+        nxd_ckpt.save_checkpoint(tmp_path / "run", tag, state, user_content={"value": value}, use_xser=value == 1)
     return tmp_path
 
 
@@ -111,13 +103,13 @@ def test_what_reads_a_directory_reads_what_a_server_shows_of_it(
     with serving(directory, handler) as url:
         for tag, value in ((None, 2), ("a", 2), ("b", 1)):
             loaded: dict[str, torch.Tensor] = {}
-            assert {"value": value} == load_checkpoint(url, tag, loaded)
+            assert {"value": value} == nxd_ckpt.load_checkpoint(url, tag, loaded)
             assert all(torch.equal(tensor * value, loaded[name]) for name, tensor in STATE.items())
             assert () == verify_checkpoint(url, tag).problems
-        assert has_checkpoint(url)
-        assert torch.equal(STATE["w"][5:9] * 2, open_checkpoint(url).read("model/w", slice(5, 9)))
-        copy_checkpoint(f"{url}/b", tmp_path / "copy" / "b")
-        unshard_checkpoint(f"{url}/a", tmp_path / "unsharded")
+        assert nxd_ckpt.has_checkpoint(url)
+        assert torch.equal(STATE["w"][5:9] * 2, nxd_ckpt.open_checkpoint(url).read("model/w", slice(5, 9)))
+        nxd_ckpt.copy_checkpoint(f"{url}/b", tmp_path / "copy" / "b")
+        nxd_ckpt.unshard_checkpoint(f"{url}/a", tmp_path / "unsharded")
         assert 0 == main(["list", url])
         assert 0 == main(["inspect", f"{url}/b"])
     assert () == verify_checkpoint(tmp_path / "copy", "b").problems
@@ -134,35 +126,34 @@ def test_a_tag_without_a_time_is_to_be_named(tmp_path: Path) -> None:
     with serving(tmp_path, Untimed) as url:
         loaded: dict[str, torch.Tensor] = {}
         with pytest.raises(CheckpointNotFound, match=r"does not report when.*one, two.*name"):
-            load_checkpoint(url, None, loaded)
-        load_checkpoint(url, "two", loaded)
+            nxd_ckpt.load_checkpoint(url, None, loaded)
+        nxd_ckpt.load_checkpoint(url, "two", loaded)
     assert torch.equal(STATE["w"], loaded["w"])
 
 
 def test_a_server_without_index_pages_serves_archives_only(directory: Path, tmp_path: Path) -> None:
     """Nothing tells what is there, but for an archive, which has its own list."""
-    convert(directory / "run" / "a", tmp_path / "a.tar", to="tar")
+    nxd_ckpt.convert(directory / "run" / "a", tmp_path / "a.tar", to="tar")
     with serving(tmp_path, Unlisted) as url:
         with pytest.raises(CheckpointNotFound, match=r"no index page.*archive"):
-            load_checkpoint(url, None, {})
+            nxd_ckpt.load_checkpoint(url, None, {})
         loaded: dict[str, torch.Tensor] = {}
-        assert {"value": 2} == load_checkpoint(f"{url.removesuffix('run')}a.tar", None, loaded)
+        assert {"value": 2} == nxd_ckpt.load_checkpoint(f"{url.removesuffix('run')}a.tar", None, loaded)
     assert torch.equal(STATE["x"] * 2, loaded["x"])
 
 
 def test_a_server_is_read_only(directory: Path) -> None:
-    """A save is refused by name, and so is a copy to it."""
     with serving(directory) as url:
         with pytest.raises(CheckpointError, match="read-only"):
-            save_checkpoint(url, "c", STATE)
+            nxd_ckpt.save_checkpoint(url, "c", STATE)
         with pytest.raises(CheckpointError, match="read-only"):
-            copy_checkpoint(directory / "run" / "a", f"{url}/c")
+            nxd_ckpt.copy_checkpoint(directory / "run" / "a", f"{url}/c")
 
 
 def test_a_busy_server_is_no_missing_file(directory: Path) -> None:
     """A manifest that cannot be read now is not one that the tag lost."""
     with serving(directory, Busy) as url, pytest.raises(CheckpointError, match="503"):
-        load_checkpoint(url, "a", {}, storage_options={"retries": 0})
+        nxd_ckpt.load_checkpoint(url, "a", {}, storage_options={"retries": 0})
 
 
 def test_a_large_file_without_ranges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +195,11 @@ def test_a_redirect_to_another_server_is_refused(directory: Path) -> None:
     with serving(directory, Other) as other, serving(directory, Redirecting) as url:
         Redirecting.target = other.replace("127.0.0.1", "localhost") + "/a/manifest.json"
         with pytest.raises((CheckpointError, OSError), match="redirects to another one, localhost"):
-            open_checkpoint(url, "a")
+            nxd_ckpt.open_checkpoint(url, "a")
         Redirecting.target = other + "/a/manifest.json"  # of the same host, on another port
         place = other.removesuffix("/run")
         with pytest.raises((CheckpointError, OSError), match=f"redirects to another one, {place};"):
-            open_checkpoint(url, "a")
+            nxd_ckpt.open_checkpoint(url, "a")
     assert [] == asked
 
 
@@ -233,6 +224,6 @@ def test_an_answer_that_drips_ends(directory: Path, monkeypatch: pytest.MonkeyPa
 
     with serving(directory, Dripping) as url:
         with pytest.raises((CheckpointError, OSError), match="took more than"):
-            open_checkpoint(url, "a", storage_options={"skip_instance_cache": True})
+            nxd_ckpt.open_checkpoint(url, "a", storage_options={"skip_instance_cache": True})
         over.set()
     assert 1 == len(asked)

@@ -23,15 +23,7 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStorage:
     return LocalStorage(tmp_path)
 
 
-def test_a_free_name_is_taken_and_a_taken_one_is_not(storage: LocalStorage) -> None:
-    """The file is whole, and nothing else is left beside it."""
-    assert (True, False) == (storage.link_new("done", b"first"), storage.link_new("done", b"second"))
-    assert b"first" == storage.read("done")
-    assert ["done"] == os.listdir(storage.root)
-
-
 def test_of_several_that_try_at_once_one_succeeds(storage: LocalStorage) -> None:
-    """All begin at the same moment, time and again."""
     for number in range(20):
         start, won = threading.Barrier(4), list[int]()
 

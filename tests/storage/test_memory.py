@@ -53,29 +53,3 @@ def test_what_a_writer_left_is_unfinished_until_it_is_discarded() -> None:
     with pytest.raises(OSError, match="discarded"):
         writer.close()
     assert ([], []) == (store.unfinished, store.keys)
-
-
-def test_a_key_taken_meanwhile_is_refused() -> None:
-    """By a writer when it closes, and by link_new; exchange wants what was expected."""
-    store = MemoryStorage()
-    writer = store.create("x", 1)
-    writer.write_at(0, b"1")
-    assert (True, False) == (store.link_new("x", b"2"), store.link_new("x", b"3"))
-    with pytest.raises(FileExistsError):
-        writer.close()
-    assert (False, True) == (store.exchange("x", b"1", b"4"), store.exchange("x", b"2", b"5"))
-    assert b"5" == store.read("x")
-
-
-def test_a_file_system_in_memory_renames_directories() -> None:
-    """With all that lies below, empty directories too; an existing target is refused."""
-    store = MemoryStorage(renames=True)
-    store.make_dir("staging/a/empty")
-    store.write("staging/a/model/x", b"1")
-    store.rename("staging/a", "tag")
-    assert [DirEntry("empty", True), DirEntry("model", True)] == store.list("tag")
-    store.set_time("tag/model/x", 1.5)
-    assert (b"1", 1.5) == (store.read("tag/model/x"), store.time("tag/model/x"))
-    store.make_dir("staging/b")
-    with pytest.raises(FileExistsError):
-        store.rename("staging/b", "tag")

@@ -58,7 +58,6 @@ def test_what_lies_in_another_by_a_bind_mount(near: Path, bound: Path, below: st
 
 @needs_mounts()
 def test_a_tier_that_is_mounted_in_another(near: Path, tmp_path: Path) -> None:
-    """What removes the one would remove the other."""
     (tmp_path / "far").mkdir()
     with mounted(tmp_path / "far", near / "mount", "--bind"):
         assert [str(tmp_path / "far"), str(near / "mount")] == aliases(tmp_path / "far")
@@ -68,7 +67,6 @@ def test_a_tier_that_is_mounted_in_another(near: Path, tmp_path: Path) -> None:
 
 @needs_mounts()
 def test_directories_inside_of_a_tag_by_a_bind_mount(tmp_path: Path) -> None:
-    """Nothing is saved or copied into a tag."""
     save_checkpoint(tmp_path, "one", {"weight": torch.ones(2)})
     with mounted(tmp_path / "one" / "model", tmp_path / "elsewhere", "--bind") as inside:
         with pytest.raises(InvalidArgument, match="inside"):
@@ -91,7 +89,6 @@ def test_another_file_system_over_a_directory_is_another_place(near: Path, bound
 def test_where_no_mounts_are_told_a_directory_has_its_own_path(
     near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links are followed everywhere."""
     monkeypatch.setattr(system, "_MOUNTS", tmp_path / "none")
     (tmp_path / "link").symlink_to(near / "deep")
     assert [str(near / "deep" / "down")] == aliases(tmp_path / "link" / "down")

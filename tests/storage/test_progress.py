@@ -44,7 +44,6 @@ def shown(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, *, shown: bool =
 
 
 def test_a_bar_says_how_much_is_done(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what, how many bytes of how many."""
     text = shown(Terminal(), monkeypatch)
     assert "load:  75%" in text
     assert "3.00M/4.00M" in text
@@ -76,7 +75,6 @@ def test_no_bar_where_nobody_looks(impatient: None, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_done_soon_needs_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing flickers for a tenth of a second."""
     stderr = Terminal()
     monkeypatch.setattr("sys.stderr", stderr)
     with watched("load", 1, lambda: 1, True):

@@ -53,7 +53,6 @@ def test_many_small_ranges_share_operations(storage: LocalStorage, monkeypatch: 
 
 @pytest.mark.parametrize("most", [1, 7, 4096])
 def test_a_system_call_that_returns_early(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Is continued, in the middle of a buffer or between two."""
     pread = os.pread
 
     def short(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -70,21 +69,5 @@ def test_a_system_call_that_returns_early(storage: LocalStorage, monkeypatch: py
 
 
 def test_reading_beyond_the_end_is_an_eof_error(storage: LocalStorage) -> None:
-    """EOFError, also for the last of several."""
     with pytest.raises(EOFError, match="file: 3 bytes missing at byte 100000"):
         read(storage, [(0, 10), (len(DATA) - 5, 8)])
-
-
-def test_a_missing_file_cannot_be_opened(storage: LocalStorage) -> None:
-    """Cannot be opened."""
-    with pytest.raises(FileNotFoundError):
-        storage.open("other")
-
-
-def test_it_stays_the_file_that_was_opened(storage: LocalStorage) -> None:
-    """Another is written under its name meanwhile."""
-    memory = bytearray(len(DATA))
-    with closing(storage.open("file")) as reader:
-        storage.write("file", b"other")
-        reader.read_ranges([(0, memoryview(memory))])
-    assert DATA == memory

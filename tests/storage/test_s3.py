@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -109,7 +108,6 @@ def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monk
 
 
 def test_more_keys_than_a_page_holds_are_listed_and_removed(storage: Storage, s3_server: S3Server) -> None:
-    """More than a page of a listing, and than a request removes."""
     storage.write("folder/0000", b"")
     (first,) = (key for key in s3_server.keys(BUCKET) if key.endswith("folder/0000"))
     for number in range(1, 1100):
@@ -120,7 +118,6 @@ def test_more_keys_than_a_page_holds_are_listed_and_removed(storage: Storage, s3
 
 
 def test_only_what_is_asked_for_is_downloaded(storage: Storage, s3_server: S3Server) -> None:
-    """One part of a large file is not all of it."""
     writer = storage.create("key", 4 * PART)
     writer.write_at(0, bytes(4 * PART))
     writer.close()
@@ -177,12 +174,6 @@ def test_a_storage_works_in_other_processes(storage: Storage, context: BaseConte
         assert b"data" == pool.apply(_read, (storage,))
 
 
-def test_it_can_be_pickled_after_use(storage: Storage) -> None:
-    """Its connections stay behind."""
-    storage.write("key", b"data")
-    assert b"data" == pickle.loads(pickle.dumps(storage)).read("key")
-
-
 def test_secrets_are_not_shown(s3_server: S3Server) -> None:
     """In the representation of options or storage, or in what is said about wrong ones."""
     options = {**s3_server.options, "token": "not-so-secret"}
@@ -216,7 +207,6 @@ def test_wrong_urls_and_options(url: str, options: dict[str, object], text: str)
 
 @pytest.mark.parametrize("name", ["client_kwargs", "config_kwargs"])
 def test_options_that_botocore_does_not_know(name: str) -> None:
-    """The first request says which it is, and asks nobody."""
     storage = open_storage("s3://bucket", storage_options={name: {"regoin_name": "eu-central-1"}})
     with pytest.raises(InvalidArgument, match="regoin_name"):
         storage.read("key")
@@ -236,10 +226,15 @@ def test_places_that_are_not_there(s3_server: S3Server) -> None:
         open_storage(f"s3://{BUCKET}", storage_options={**options, "endpoint_url": "nonsense"}).read("key")
 
 
+def printed(program: str, environment: dict[str, str] | None = None) -> str:
+    """What an interpreter of its own prints."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
 def test_credentials_come_from_the_usual_places(s3_server: S3Server, tmp_path: Path) -> None:
     """The environment's; without any, an error says where they may come from."""
     program = f"""
-from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 storage = open_storage("s3://{BUCKET}/{uuid.uuid4().hex}", storage_options={{"retries": 0}})
 try:
@@ -257,13 +252,8 @@ except PermissionError as error:
     }
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 
-    def run(environment: dict[str, str]) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-        ).stdout
-
-    assert "b'1'\n" == run(bare | keys)
-    assert "pass key and secret, a profile, or anon=True" in run(bare)
+    assert "b'1'\n" == printed(program, bare | keys)
+    assert "pass key and secret, a profile, or anon=True" in printed(program, bare)
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
@@ -271,26 +261,22 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
     program = """
 import sys
 import nxd_ckpt
-from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 open_storage(".")
 print([name for name in ("boto3", "botocore", "fsspec", "moto") if name in sys.modules])
 """
-    assert "[]\n" == subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "[]\n" == printed(program)
 
 
 @pytest.mark.parametrize(("url", "module"), [("s3://b", "boto3"), ("gs://b", "fsspec")])
 def test_a_library_that_is_missing(url: str, module: str) -> None:
-    """The error names what to install."""
     program = f"""
 import sys
 sys.modules[{module!r}] = None
-from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 try:
     open_storage({url!r})
 except ValueError as error:
     print(error)
 """
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert f"pip install {module}" in shown
+    assert f"pip install {module}" in printed(program)

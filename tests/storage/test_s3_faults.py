@@ -99,21 +99,11 @@ def test_requests_of_small_files_are_tried_again(proxy: S3Proxy, storage: Storag
 
 
 def test_a_small_file_is_read_by_one_request(proxy: S3Proxy, storage: Storage) -> None:
-    """Whether it is empty or not."""
     for data in (b"small", b""):
         storage.write("key", data)
         proxy.requests.clear()
         assert data == storage.read("key")
         assert ["GET"] == [request.split()[0] for request in proxy.requests]
-
-
-@pytest.mark.parametrize("nbytes", [1, 100_000, PART - 1])
-def test_a_part_that_breaks_off_on_its_way(proxy: S3Proxy, storage: Storage, nbytes: int) -> None:
-    """Is sent again."""
-    proxy.faults.append(Fault(PUT_PART, "reset_request", times=2, nbytes=nbytes))
-    upload(storage, DATA)
-    assert DATA == storage.read("key")
-    assert 3 == sum("partNumber=2" in request for request in proxy.requests)
 
 
 def test_a_download_that_ends_early(proxy: S3Proxy, s3_server: S3Server, storage: Storage) -> None:
@@ -159,7 +149,6 @@ def test_a_reply_that_is_lost_for_good(proxy: S3Proxy, storage: Storage) -> None
 
 
 def test_a_download_that_fails_for_good(proxy: S3Proxy) -> None:
-    """Says where it broke off."""
     storage = through(proxy, retries=1)
     upload(storage, SMALL)
     proxy.faults.append(Fault(GET, "reset_reply", times=FOR_EVER, nbytes=0))

@@ -67,7 +67,6 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["../outside", "a/../../outside", "/etc/passwd", "a//b", ".", "nul\0"])
 def test_a_key_that_leaves_the_directory_is_refused(tmp_path: Path, key: str) -> None:
-    """Is refused by whatever operation."""
     storage = LocalStorage(tmp_path / "run")
     for call in (storage.read, storage.list, storage.is_file, storage.remove, lambda key: storage.write(key, b"")):
         with pytest.raises(MalformedFile, match="leaves the directory"):

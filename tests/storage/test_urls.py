@@ -22,12 +22,10 @@ from nxd_ckpt.storage.urls import directory_and_name, is_url, join, local_path, 
     ],
 )
 def test_the_directory_that_a_name_lies_in(place: str, expected: tuple[str, str]) -> None:
-    """Of paths and URLs alike."""
     assert expected == directory_and_name(place)
 
 
 def test_names_are_joined_below_a_place() -> None:
-    """Puts names below a place."""
     assert "s3://bucket/run/tag" == join("s3://bucket/", "run", "tag")
     assert "s3://bucket/run" == join("s3://", "bucket", "run")
     assert "data/run/tag" == join("data/run", "tag")
@@ -43,7 +41,6 @@ def test_what_is_a_url(place: str, expected: bool) -> None:
 
 
 def test_file_urls_are_directories() -> None:
-    """Of this host."""
     assert "/data/run" == local_path("file:///data/run") == local_path("file://localhost/data/run")
     assert isinstance(open_storage("file:///data/run"), LocalStorage)
 

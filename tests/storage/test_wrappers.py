@@ -25,10 +25,7 @@ def failing_first(times: int, error: OSError) -> tuple[list[str], Hook]:
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError("slow")])
-def test_what_may_go_away_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    """Until it works, later each time."""
+def test_what_may_go_away_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
     (tmp_path / "key").write_bytes(b"data")
     seen, hook = failing_first(3, error)
     waits: list[float] = []
@@ -41,7 +38,6 @@ def test_what_may_go_away_is_tried_again(
 
 
 def test_it_gives_up_with_the_last_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the error of the last try."""
     seen, hook = failing_first(100, ConnectionResetError("reset"))
     monkeypatch.setattr(wrapper, "pause_after", lambda tries: 0.0)
     storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook), retries=2)
@@ -52,7 +48,6 @@ def test_it_gives_up_with_the_last_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("error", [PermissionError("denied"), FileNotFoundError("missing"), OSError(28, "full")])
 def test_what_stays_is_not_tried_again(tmp_path: Path, error: OSError) -> None:
-    """It comes through at once."""
     seen, hook = failing_first(100, error)
     storage = RetryingStorage(HookedStorage(LocalStorage(tmp_path), hook))
     with pytest.raises(type(error)):
@@ -92,6 +87,5 @@ def test_a_throttle_lets_bytes_through_at_its_rate(monkeypatch: pytest.MonkeyPat
 
 
 def test_those_that_name_one_rate_share_a_throttle() -> None:
-    """That name the same rate."""
     assert shared_throttle(1e6) is shared_throttle(1e6)
     assert shared_throttle(1e6) is not shared_throttle(2e6)

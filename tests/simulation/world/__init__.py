@@ -20,23 +20,6 @@ from tests.simulation.world.threads import EPOCH, AtOnce, inhabited
 from tests.simulation.world.world import Killed, Process, Stuck, Task, World
 
 __all__ = [
-    "EPOCH",
-    "AtOnce",
-    "Change",
-    "Disk",
-    "DiskStorage",
-    "File",
-    "Folder",
-    "Killed",
-    "Process",
-    "Remains",
-    "Seen",
-    "Stuck",
-    "SystemCalls",
-    "Task",
-    "Unanswered",
-    "World",
-    "contents",
-    "crash_states",
-    "inhabited",
+    "EPOCH", "AtOnce", "Change", "Disk", "DiskStorage", "File", "Folder", "Killed", "Process", "Remains", "Seen",
+    "Stuck", "SystemCalls", "Task", "Unanswered", "World", "contents", "crash_states", "inhabited",
 ]

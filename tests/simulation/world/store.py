@@ -146,11 +146,7 @@ class ObjectStore:
     def upload_part_copy(
         self,
         *,
-        UploadId: str,
-        PartNumber: int,
-        CopySource: Mapping[str, str],
-        CopySourceIfMatch: str,
-        CopySourceRange: str,
+        UploadId: str, PartNumber: int, CopySource: Mapping[str, str], CopySourceIfMatch: str, CopySourceRange: str,
         **given: Any,
     ) -> Reply:
         data = self.get_object(Key=CopySource["Key"], Range=CopySourceRange, IfMatch=CopySourceIfMatch)["Body"]

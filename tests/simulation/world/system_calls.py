@@ -18,11 +18,10 @@ import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from itertools import count
-from types import TracebackType
 from typing import Any, NoReturn
 
 from nxd_ckpt.storage import system
@@ -153,27 +152,16 @@ class _Entry:
         return self._stat
 
 
-class _Entries:
+class _Entries(Iterator[_Entry], AbstractContextManager["_Entries"]):
     """As what ``os.scandir`` returns."""
 
     def __init__(self, entries: list[_Entry]) -> None:
         self._entries = iter(entries)
 
-    def __iter__(self) -> Iterator[_Entry]:
-        return self._entries
-
     def __next__(self) -> _Entry:
         return next(self._entries)
 
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing is held."""
 
 

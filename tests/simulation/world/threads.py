@@ -6,7 +6,7 @@ from concurrent.futures import Executor, Future
 from concurrent.futures import _base as futures
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 from nxd_ckpt import effects
@@ -62,33 +62,43 @@ class Thread:
                 self._world.wake(waiting)
 
 
-class Lock:
-    """As ``threading.Lock``."""
+class _Awaited:
+    """What tasks wait for, one behind the other."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._held, self._waiting = world, False, deque[Task]()
+        self._world, self._waiting = world, deque[Task]()
+
+    def _wait(self, timeout: float | None = None) -> None:
+        assert self._world.current is not None
+        self._waiting.append(self._world.current)
+        self._world.park(timeout)
+
+    def _wake(self, count: int = 1) -> None:
+        for _ in range(min(count, len(self._waiting))):
+            self._world.wake(self._waiting.popleft())
+
+
+class Lock(_Awaited):
+    """As ``threading.Lock``."""
+
+    _held = False
 
     def acquire(self, blocking: bool = True) -> bool:
         while self._held:
             if not blocking:
                 return False
-            assert self._world.current is not None
-            self._waiting.append(self._world.current)
-            self._world.park(None)
+            self._wait()
         self._held = True
         return True
 
     def release(self) -> None:
         self._held = False
-        if self._waiting:
-            self._world.wake(self._waiting.popleft())
+        self._wake()
 
     def __enter__(self) -> bool:
         return self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -126,67 +136,58 @@ class Condition(Lock):
         self.notify(len(self._notified))
 
 
-class Semaphore:
+class Semaphore(_Awaited):
     """As ``threading.Semaphore``."""
 
     def __init__(self, world: World, value: int = 1) -> None:
-        self._world, self._value, self._waiting = world, value, deque[Task]()
+        super().__init__(world)
+        self._value = value
 
     def acquire(self) -> None:
         while not self._value:
-            assert self._world.current is not None
-            self._waiting.append(self._world.current)
-            self._world.park(None)
+            self._wait()
         self._value -= 1
 
     def release(self) -> None:
         self._value += 1
-        if self._waiting:
-            self._world.wake(self._waiting.popleft())
+        self._wake()
 
 
-class Event:
+class Event(_Awaited):
     """As ``threading.Event``."""
 
-    def __init__(self, world: World) -> None:
-        self._world, self._set, self._waiting = world, False, list[Task]()
+    _set = False
 
     def is_set(self) -> bool:
         return self._set
 
     def set(self) -> None:
         self._set = True
-        for task in self._waiting:
-            self._world.wake(task)
-        self._waiting.clear()
+        self._wake(len(self._waiting))
 
     def clear(self) -> None:
         self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._set:
-            assert self._world.current is not None
-            self._waiting.append(self._world.current)
-            self._world.park(timeout)
+            self._wait(timeout)
         return self._set
 
 
-class SimpleQueue:
+class SimpleQueue(_Awaited):
     """As ``queue.SimpleQueue``."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._items, self._waiting = world, deque[Any](), deque[Task]()
+        super().__init__(world)
+        self._items = deque[Any]()
 
     def put(self, item: Any) -> None:
         self._items.append(item)
-        if self._waiting:
-            self._world.wake(self._waiting.popleft())
+        self._wake()
 
     def get(self) -> Any:
         while not self._items:
-            assert self._world.current is not None
-            self._waiting.append(self._world.current)
-            self._world.park(None)
+            self._wait()
         return self._items.popleft()
 
 
