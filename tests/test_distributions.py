@@ -44,7 +44,6 @@ def _run(*command: str, cwd: Path) -> str:
 
 
 def test_an_index_would_take_them(built: dict[str, Path], tmp_path: Path) -> None:
-    """Their metadata are valid, and the README can be rendered."""
     assert {".gz", ".whl"} == {*built}
     command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built.values())]
     assert 2 == _run(*command, cwd=tmp_path).count("PASS")

@@ -90,9 +90,11 @@ def _metadata(installed: Path) -> metadata.PathDistribution:
     return metadata.PathDistribution(next(installed.glob("lib/python*/site-packages/nxd_ckpt-*.dist-info")))
 
 
-def test_the_licence_is_installed_with_it(installed: Path) -> None:
-    """The first file that a company looks for, by its name in the metadata and as a text."""
+def test_the_licence_and_numpy_are_installed_with_it(installed: Path) -> None:
+    """The first file that a company looks for, by its name in the metadata and as a text. So is NumPy, without which
+    `import torch` warns."""
     distribution = _metadata(installed)
+    assert "numpy" in (distribution.requires or [])
     assert "Apache-2.0" == distribution.metadata["License-Expression"]
     licence = next(path for path in distribution.files or [] if path.name == "LICENSE")
     assert (REPOSITORY / "LICENSE").read_text() == licence.read_text()
@@ -106,11 +108,6 @@ def test_no_binary_is_tracked() -> None:
     globs = ("docs/*.png", "tests/golden/*.tar.xz", "tests/hostile/corpus/*/*")
     expected = {path for pattern in globs for path in REPOSITORY.glob(pattern)}
     assert set() == binaries - expected
-
-
-def test_numpy_is_installed_with_it(installed: Path) -> None:
-    """Without it `import torch` warns."""
-    assert "numpy" in (_metadata(installed).requires or [])
 
 
 def test_there_is_one_version(installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

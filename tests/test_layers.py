@@ -193,19 +193,11 @@ def test_what_looks_at_tags_imports_no_torch() -> None:
         ("nxd_ckpt.core.box", "from ..storage import base", "imports point down"),
         ("nxd_ckpt.core.names", "def f():\n    import nxd_ckpt.live.zero1", "imports point down"),
         ("nxd_ckpt.commit.commit", "from nxd_ckpt import save_checkpoint", "imports point down"),
-        ("nxd_ckpt.api", "from nxd_ckpt.testing import faulty", "imports point down"),
-        ("nxd_ckpt.emulation.install", "from nxd_ckpt.testing import faulty", "imports point down"),
-        ("nxd_ckpt.core.reads", "import torch", "is pure"),
         ("nxd_ckpt.core.reads", "def f():\n    from os.path import join", "is pure"),
         ("nxd_ckpt.hugging_face.sizes", "import torch", "is pure"),
         ("nxd_ckpt.formats.xser", "def f():\n    import torch_xla", "only live"),
         ("nxd_ckpt.saving.staging", "importlib.import_module('torch_xla')", "only live"),
-        ("nxd_ckpt.live.nxd", "from neuronx_distributed import trainer", "into the function"),
         ("nxd_ckpt.live.nxd", "class A:\n    import torch_xla", "into the function"),
-        ("nxd_ckpt.tag.opened", "from nxd_ckpt.saving.plan import SavePlan", "imports point down"),
-        ("nxd_ckpt.coordination.lease", "from nxd_ckpt.commit import voting", "imports point down"),
-        ("nxd_ckpt.loading.load", "from nxd_ckpt.torch_dcp.storage_reader import StorageReader", "imports point down"),
-        ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt import api", "imports point down"),
         ("nxd_ckpt.reshard.target", "from nxd_ckpt.live.zero1 import Zero1Optimizer", "knows no live objects"),
         ("nxd_ckpt.commit.voting", "import time", "effects gives time"),
         ("nxd_ckpt.utils", "", "is in no layer"),
@@ -224,16 +216,12 @@ def test_a_wrong_import_is_named(module: str, source: str, complaint: str) -> No
         ("nxd_ckpt.core.reads", "from nxd_ckpt.core.box import Box\nimport nxd_ckpt.errors"),
         ("nxd_ckpt.core.reads", "from . import box\nfrom ..errors import ShapeMismatch"),
         ("nxd_ckpt.cli", "from nxd_ckpt import api, converting, errors"),
-        ("nxd_ckpt", "from nxd_ckpt.api import save_checkpoint"),
-        ("nxd_ckpt.loading.load", "from nxd_ckpt.tag.opened import OpenTag"),
-        ("nxd_ckpt.torch_dcp.storage_reader", "from nxd_ckpt.output.source import open_source"),
         ("nxd_ckpt.live.nxd", "def f():\n    import torch_xla"),
         ("nxd_ckpt.live.nxd", "if TYPE_CHECKING:\n    import torch_xla"),
         ("nxd_ckpt.emulation.install", "import torch_xla\nfrom nxd_ckpt.storage import local"),
     ],
 )
 def test_a_right_import_is_accepted(module: str, source: str) -> None:
-    """What the layers allow gives no complaint."""
     assert [] == violations(module, source)
 
 
@@ -251,14 +239,6 @@ def test_functions_fit_on_a_screen() -> None:
     """No function of the package has more than 60 lines, and no module more than 600."""
     found = [sentence for module, path in sorted(_modules().items()) for sentence in too_long(module, path.read_text())]
     assert [] == found, "\n".join(found)
-
-
-def test_what_is_too_long_is_named() -> None:
-    """The check counts from the line of the name to the last one, of methods and inner functions too."""
-    body = "        x = 1\n" * LINES_OF_A_FUNCTION
-    source = f"class A:\n    def short(self):\n{body[14:]}\n    def long(self):\n{body}"
-    assert ["m:63 long: 61 lines, at most 60"] == too_long("m", source)
-    assert ["m: 601 lines, at most 600"] == too_long("m", "x = 1\n" * 601)
 
 
 def test_what_tests_share_is_in_no_test_module() -> None:

@@ -47,7 +47,6 @@ def test_a_target_is_judged_by_the_median_of_its_rounds(target: Target, ratio: f
 
 @pytest.mark.parametrize("name", ["ours", "peer"])
 def test_a_target_without_both_sides_is_not_measured(name: str) -> None:
-    """Neither met nor missed: there is nothing to compare."""
     judged = judge(Target(HERE, SAVE, "ours", ("peer",), at_most=2), measured(**{name: [1.0]}))
     assert (None, "not measured") == (judged.ratio, judged.verdict)
 

@@ -78,11 +78,14 @@ def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pyte
 
 def test_a_contestant_that_fails_is_a_row_and_a_failure(tmp_path: Path) -> None:
     """What it raised is in the table of a later report too, whose exit code tells that something was wrong."""
-    row = {"scenario": "W1 cpu 1p", "measure": SAVE, "contestant": "torch.save", "missing": "OSError: disk on fire"}
-    (tmp_path / "a.json").write_text(json.dumps({"about": {}, "sizes": {"W1 cpu 1p": [0, 0]}, "rows": [row]}))
+    about = {"scenario": "W1 cpu 1p", "measure": SAVE}
+    failed = {**about, "contestant": "torch.save", "missing": "OSError: disk on fire"}
+    rows = [failed, {**about, "contestant": "nxd_ckpt", "values": [0.5]}]
+    (tmp_path / "a.json").write_text(json.dumps({"about": {}, "sizes": {"W1 cpu 1p": [1024, 2]}, "rows": rows}))
     done = bench(tmp_path, f"--from-json={tmp_path / 'a.json'}")
     assert 1 == done.returncode
     assert "OSError: disk on fire" in done.stdout
+    assert "0.500 s" in done.stdout
 
 
 def test_a_quick_run_reports_ratios_only(tmp_path: Path) -> None:
@@ -138,19 +141,6 @@ def test_too_little_room_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert (2, []) == (done.returncode, list(tmp_path.iterdir()))
     assert "W2 cpu 1p needs" in done.stderr
     assert "use --scale" in done.stderr
-
-
-def test_an_earlier_run_is_reported_again(tmp_path: Path) -> None:
-    """From its JSON, without running anything."""
-    data = {
-        "about": {},
-        "sizes": {"W1 cpu 1p": [1024, 2]},
-        "rows": [{"scenario": "W1 cpu 1p", "measure": SAVE, "contestant": "nxd_ckpt", "values": [0.5]}],
-    }
-    (tmp_path / "a.json").write_text(json.dumps(data))
-    done = bench(tmp_path, f"--from-json={tmp_path / 'a.json'}")
-    assert 0 == done.returncode, done.stderr
-    assert "0.500 s" in done.stdout
 
 
 def test_scenarios_are_found_by_their_names(tmp_path: Path) -> None:

@@ -27,15 +27,8 @@ CUTS = {
 }
 """How each parameter of the tag ``cut`` is cut, and the same in words."""
 GLOBAL = {
-    "norm": (3,),
-    "column": (8, 3),
-    "row": (3, 8),
-    "strided": (16, 2),
-    "kv": (4, 2),
-    "ordered": (8,),
-    "qkv": (16, 2),
-    "expert": (4, 8),
-    "lost": (2,),
+    "norm": (3,), "column": (8, 3), "row": (3, 8), "strided": (16, 2), "kv": (4, 2), "ordered": (8,), "qkv": (16, 2),
+    "expert": (4, 8), "lost": (2,),
 }
 
 

@@ -69,7 +69,6 @@ def test_a_store_is_looked_at_as_a_directory(run: Run, examples: Path, store: st
 def test_a_malformed_option_shows_no_secret(
     run: Run, store: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused as a wrong command line, without its text."""
     with pytest.raises(SystemExit, match="2"):
         run("list", store, "--storage-option", option)
     err = capsys.readouterr().err

@@ -28,12 +28,17 @@ def states(outcome_lines: list[str]) -> dict[str, str]:
 
 
 def test_tags_come_in_the_order_in_which_they_became_visible(run: Run, examples: Path) -> None:
-    """Not in that of their names; the last complete one is marked."""
+    """Not in that of their names; the last complete one is marked. With sizes and parts of each in words."""
     outcome = run("list", examples)
     lines = outcome.out.splitlines()
     assert (0, "") == (outcome.code, outcome.err)
     assert f"{examples}: 3 tags, 3 complete" == lines[0]
     assert [("z_plain", "complete"), ("zero1", "complete"), ("cut", "latest")] == list(states(lines).items())
+    lines = run("list", examples, "--wide").out.splitlines()
+    assert lines[2].endswith("model, plain optimizer, scheduler, user content")
+    assert lines[3].endswith("model, zero1 optimizer, scheduler, rank content")
+    for line, sizes in zip(lines[2:-1], ("1 rank", "dp=2", "dp=2 tp=4 ep=2"), strict=True):
+        assert f"  {sizes}  " in line
 
 
 def test_the_document_says_all_of_a_tag(run: Run, examples: Path) -> None:
@@ -61,19 +66,8 @@ def test_the_document_says_all_of_a_tag(run: Run, examples: Path) -> None:
     assert (str(examples), "cut", None) == (document["directory"], document["latest"], document["note"])
 
 
-def test_text_and_document_tell_the_same_parts(run: Run, examples: Path) -> None:
-    """Sizes and parts of each tag in words."""
-    lines = run("list", examples, "--wide").out.splitlines()
-    assert lines[2].endswith("model, plain optimizer, scheduler, user content")
-    assert lines[3].endswith("model, zero1 optimizer, scheduler, rank content")
-    for line, sizes in zip(lines[2:-1], ("1 rank", "dp=2", "dp=2 tp=4 ep=2"), strict=True):
-        assert f"  {sizes}  " in line
-
-
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_a_listing_fits_the_terminal(
-    run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_a_listing_fits_the_terminal(run: Run, examples: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Columns that do not fit are left out, the least important first, and named; a wide terminal shows all, and so
     does a listing that is piped elsewhere."""
     monkeypatch.setenv("COLUMNS", str(width))
@@ -103,12 +97,16 @@ def test_tags_of_neuronx_distributed_are_listed(run: Run, golden: Path) -> None:
         assert bytes_below(directory / tag["tag"]) == tag["nbytes"]
 
 
-def test_a_size_that_no_file_tells_is_not_made_up(run: Run, golden: Path) -> None:
-    """Without ZeRO-1, NxD's files are the same for any number of data-parallel replicas."""
-    directory = golden / "g_dp2_tp2_nozero1_xser" / "ckpt"
+def test_a_size_that_no_file_tells_is_not_made_up(run: Run, golden: Path, tmp_path: Path) -> None:
+    """Without ZeRO-1, NxD's files are the same for any number of data-parallel replicas. The age is in days here."""
+    directory = shutil.copytree(golden / "g_dp2_tp2_nozero1_xser" / "ckpt", tmp_path / "ckpt")
+    then = datetime.now().timestamp() - 3 * 86400 - 60
+    for done in directory.glob("*/done"):
+        os.utime(done, (then, then))
     [tag] = run("list", directory, "--json").document["tags"]
     assert {"dp": None, "tp": 2, "pp": 1, "ep": 1} == tag["topology"]
-    assert "  dp=? tp=2  " in run("list", directory).out
+    shown = run("list", directory, "--wide").out
+    assert ("  dp=? tp=2  " in shown, "  3 d  " in shown) == (True, True)
 
 
 def test_what_an_incomplete_tag_lacks_is_said(run: Run, golden: Path, tmp_path: Path) -> None:
@@ -136,14 +134,12 @@ def test_an_empty_directory_holds_no_checkpoints(run: Run, tmp_path: Path) -> No
 
 
 def test_a_directory_of_something_else_is_described(run: Run, tmp_path: Path) -> None:
-    """What is there instead is named."""
     (tmp_path / "logs").mkdir()
     outcome = run("list", tmp_path)
     assert (0, f"{tmp_path}: no checkpoints; it holds 'logs' (not a checkpoint)\n") == (outcome.code, outcome.out)
 
 
 def test_a_tag_is_no_directory_of_tags(run: Run, examples: Path) -> None:
-    """The error says which directory is meant."""
     outcome = run("list", examples / "cut")
     assert (1, "") == (outcome.code, outcome.out)
     assert f"itself a tag: load_checkpoint('{examples}/cut') loads it" in outcome.err
@@ -158,13 +154,6 @@ def test_what_is_no_directory_of_tags_is_named(run: Run, copied: Path, command: 
     said = run(command, copied / "zero1").err
     assert "it is itself a tag, and incomplete: it has no 'done' marker, its save was interrupted" in said
     assert f"does not exist; did you mean {copied}/cut?" in run(command, copied.parent / "cut").err
-
-
-def test_tags_further_below_are_named_first(run: Run, copied: Path) -> None:
-    """Before checkpoints of others."""
-    (copied.parent / "a").mkdir()
-    (copied.parent / "a" / "model.pt").write_bytes(b"")
-    assert f"it holds '{copied.name}': it holds tags: nxd-ckpt list {copied}" in run("list", copied.parent).out
 
 
 def test_a_damaged_tag_does_not_hide_the_others(run: Run, copied: Path) -> None:
@@ -196,12 +185,3 @@ def test_names_cannot_move_the_cursor(run: Run, copied: Path) -> None:
     assert r"  zero\n\x1b[2J1\udcff  " in run("list", copied).out
     names = [tag["tag"] for tag in run("list", copied, "--json").document["tags"]]
     assert ["z_plain", "zero\n\x1b[2J1\udcff", "cut"] == names
-
-
-def test_ages_are_in_the_largest_fitting_unit(run: Run, golden: Path, tmp_path: Path) -> None:
-    """A tag that became visible three days ago is three days old."""
-    shutil.copytree(golden / "s_tp2_stride2_nozero1_pt" / "ckpt", tmp_path / "ckpt")
-    [tag] = (tmp_path / "ckpt").iterdir()
-    then = datetime.now().timestamp() - 3 * 86400 - 60
-    os.utime(tag / "done", (then, then))
-    assert "  3 d  " in run("list", tmp_path / "ckpt", "--wide").out

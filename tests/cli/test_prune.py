@@ -166,14 +166,6 @@ def test_a_job_may_start_while_tags_are_read(four: Path, monkeypatch: pytest.Mon
     assert ["step_5"] == tags
 
 
-def test_another_name_of_a_rule_is_understood(four: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """And help is no suggestion."""
-    for word, advice in (("--keep", "did you mean '--last'?"), ("--helpp", "'--helpp'\n")):
-        with pytest.raises(SystemExit, match="2"):
-            run("prune", four, word, "1")
-        assert advice in capsys.readouterr().err.replace(", '1'", "")
-
-
 def test_each_rule_has_a_flag(four: Path, run: Run) -> None:
     """All together keep what each keeps; a dry run says which, and removes nothing."""
     rules = ["--last", "1", "--every", "4", "--best", "loss:1:max", "--best", "loss:4"]
@@ -191,7 +183,6 @@ def test_each_rule_has_a_flag(four: Path, run: Run) -> None:
     "rules", [[], ["--last", "0"], ["--every", "x"], ["--best", "loss:0"], ["--within", "2 weeks"]], ids=str
 )
 def test_what_is_no_rule_is_a_wrong_command_line(four: Path, run: Run, rules: list[str]) -> None:
-    """Before anything is removed."""
     with pytest.raises(SystemExit, match="2"):
         run("prune", four, *rules)
     assert 4 == len(visible_tags(four))
@@ -242,9 +233,3 @@ def test_a_step_names_its_tag(four: Path, run: Run) -> None:
     assert str(four / "step_3") == run("cp", four / "3", four / "ep1-step_2", "--json").document["source"]
     refused = run("diff", four / "2", four / "1")
     assert (2, True) == (refused.code, "'ep1-step_2', 'step_2' are of step 2: name one" in refused.err)
-
-
-def test_only_a_tag_that_is_there_is_pinned(four: Path, run: Run) -> None:
-    """The error says what there is."""
-    outcome = run("pin", four, "step_9")
-    assert (1, True) == (outcome.code, "no tag 'step_9'" in outcome.err)

@@ -139,7 +139,6 @@ def test_stored_statistics_tell_what_to_resume_from(tmp_path: Path, run: Run) ->
 def test_an_interval_is_one_that_can_be_waited(
     tmp_path: Path, seconds: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any other is a wrong command line."""
     with pytest.raises(SystemExit):
         main(["watch", str(tmp_path), f"--interval={seconds}"])
     assert "--interval must be from 0 to 86400 seconds" in capsys.readouterr().err

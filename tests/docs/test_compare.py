@@ -11,14 +11,7 @@ from tools.old_sources import old_cells
 TABLES = tables(DOCS / "compare.md")
 QUESTIONS = [heading for heading in TABLES if heading.endswith("?")]
 LIBRARIES = [
-    "nxd_ckpt",
-    "NxD",
-    "torch DCP",
-    "torch_checkpointing",
-    "TorchTitan",
-    "Orbax",
-    "Megatron-core",
-    "lm-resiliency",
+    "nxd_ckpt", "NxD", "torch DCP", "torch_checkpointing", "TorchTitan", "Orbax", "Megatron-core", "lm-resiliency",
     "SageMaker",
 ]
 

@@ -1,6 +1,7 @@
 """docs/format.md, docs/directory.md and docs/protocol.md: every key that others read, the containers, the digests."""
 
 import json
+import shutil
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from nxd_ckpt.examine.stored_statistics import statistics_text
 from nxd_ckpt.storage.base import Writer
 from nxd_ckpt.storage.local import LocalStorage
 from tests.docs.markdown import DOCS, FORMAT, code_blocks, tables, unquoted
+from tests.support.damage import flip
 
 TABLES = {**tables(FORMAT), **tables(DOCS / "directory.md"), **tables(DOCS / "protocol.md")}
 CUT = Partition(partition_dim=1, partition_stride=2, num_partitions=2, rank_ordering=(1, 0), expert=True, known=False)
@@ -88,17 +90,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
         patched.setattr(Session, "is_alone", False)  # with votes, as several ranks write them
         for _ in range(2):
             checkpointer.save(
-                "step_1",
-                model,
-                optimizer,
-                user_content={"steps": 1},
-                rank_content={},
-                partitions={"1.weight": CUT},
+                "step_1", model, optimizer, user_content={"steps": 1}, rank_content={}, partitions={"1.weight": CUT},
                 metrics={"loss": 2.5},
             )
-    documents = {
-        Path(key).name: json.loads(data) for key, data in storage.kept.items() if key.endswith(".json")
-    }
+    documents = {Path(key).name: json.loads(data) for key, data in storage.kept.items() if key.endswith(".json")}
     return Written(storage.root / "step_1", documents, model)
 
 
@@ -178,39 +173,26 @@ def test_file_digests_are_of_all_bytes(written: Written) -> None:
     assert {file: [len(data), zlib.crc32(data)] for file, data in contents.items()} == listed
 
 
-def test_the_reader_in_the_document_reads(written: Written) -> None:
-    """The example needs the standard library only, and gives the bytes of the live tensor."""
+def test_the_reader_in_the_document_reads(written: Written, tmp_path: Path) -> None:
+    """The example needs the standard library only, gives the bytes of the live tensor, and refuses one flipped bit of
+    it or of an index."""
     namespace: dict[str, Any] = {}
     for block in code_blocks(FORMAT, "python"):
         exec(compile(block, str(FORMAT), "exec"), namespace)
     live = written.model.state_dict()["0.weight"]
     expected = ("float32", [130, 128], live.numpy().tobytes())
     assert expected == namespace["read_tensor"](written.tag, 0, "model/0.weight")
-
-
-def test_the_reader_in_the_document_refuses_changed_bytes(written: Written, tmp_path: Path) -> None:
-    """One flipped bit of a tensor, or of an index, is an error."""
-    namespace: dict[str, Any] = {}
-    for block in code_blocks(FORMAT, "python"):
-        exec(compile(block, str(FORMAT), "exec"), namespace)
     tensors = written.documents[INDEX]["tensors"]
     at = tensors["name"].index("model/0.weight")
     place = tensors["files"][tensors["file"][at]], tensors["offset"][at]
     for number, (file, offset) in enumerate([place, (f"index/{INDEX}", 100)]):
-        copy = tmp_path / str(number)
-        for source in filter(Path.is_file, written.tag.rglob("*")):
-            target = copy / source.relative_to(written.tag)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read_bytes())
-        damaged = bytearray((copy / file).read_bytes())
-        damaged[offset] ^= 1
-        (copy / file).write_bytes(damaged)
+        copy = shutil.copytree(written.tag, tmp_path / str(number))
+        flip(copy / file, offset)
         with pytest.raises(ValueError, match="changed"):
             namespace["read_tensor"](copy, 0, "model/0.weight")
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    """Each that the page lists."""
     listed = {unquoted(row[0]): int(row[1]) for row in TABLES["Limits of files"]}
     assert {name: getattr(limits, name) for name in listed} == listed
     assert "NOTE" in listed

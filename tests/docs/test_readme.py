@@ -93,7 +93,6 @@ def test_the_quick_start_resumes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_commands_after_the_quick_start_run() -> None:
-    """Each of them, on what it saved."""
     run(code_blocks(README, "python")[0], {})
     commands = re.findall(r"^\$ nxd-ckpt (.*)$", "".join(code_blocks(README, "console")), re.MULTILINE)
     assert [0] * 4 == [main(shlex.split(command)) for command in commands]
@@ -101,7 +100,6 @@ def test_the_commands_after_the_quick_start_run() -> None:
 
 
 def test_the_badges_are_true() -> None:
-    """They say what the package's metadata say."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     badges = dict(re.findall(r"shields\.io/badge/(\w+)-(.*)-blue", README.read_text()))
@@ -112,7 +110,6 @@ def test_the_badges_are_true() -> None:
 
 
 def test_the_readme_introduces() -> None:
-    """It is short."""
     assert len(README.read_bytes()) <= LONGEST_README
 
 
