@@ -157,7 +157,6 @@ class Renamed(Net):
 
 
 def test_names_that_differ_are_listed(kept: Path) -> None:
-    """Missing and unexpected ones, with a guess at what was meant."""
     [job] = jobs(net=Renamed)
     match = r"missing.*'down_proj.weight' \(did you mean 'down.weight'\?\); unexpected.*'down.weight'.*strict=False"
     refuse(kept, "whole", errors.KeyMismatch, match, job, optimizer=None, scheduler=None)

@@ -55,12 +55,6 @@ def test_simple_inert_types_just_work(tmp_path: Path) -> None:
     assert [type(number) for number in INERT["numbers"]] == [type(number) for number in content["numbers"]]
 
 
-def test_inert_types_that_nxd_saved_just_work(foreign: Path) -> None:
-    """The same out of a file that plain ``torch.save`` wrote."""
-    torch.save(INERT, foreign / "step_3" / "user_content.pt")
-    assert INERT == load_checkpoint(foreign, topology=Topology(dp=2))
-
-
 @pytest.mark.parametrize(
     "file",
     [

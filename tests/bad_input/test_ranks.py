@@ -1,6 +1,7 @@
 """What one rank refuses, all refuse: on two real processes, with nothing changed on either."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +11,46 @@ import torch
 
 from nxd_ckpt import Partition, Topology, close_checkpointers, errors, load_checkpoint, save_checkpoint
 from nxd_ckpt.errors import CheckpointError
-from tests.bad_input.live import Net, files_below, jobs
+from tests.bad_input.live import Job, files_below, jobs
 from tests.bad_input.refused import Settings
+from tests.support.damage import flip
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
 
-
-@dataclass(frozen=True)
-class Refusal:
-    """How a call ended on one rank: the error's class name (None for none), its message, and what it left."""
-
-    kind: str | None
-    message: str
-    unchanged: bool
+Answer = tuple[str, bool]
+"""What a call was refused with on one rank, "" where it was accepted; and whether it left all live objects as before.
+"""
 
 
 @pytest.fixture
 def kept(pair: RankPool, tmp_path: Path) -> Path:
     """A directory with a tag of both ranks, below one that holds nothing else."""
-    assert [Refusal(None, "", True)] * 2 == pair.run(saving, str(tmp_path / "ckpt"), [{"tag": "one"}] * 2)
+    assert [("", True)] * 2 == pair.run(saving, str(tmp_path / "ckpt"), [{"tag": "one"}] * 2)
     return tmp_path / "ckpt"
 
 
-def saving(rank: int, directory: str, arguments: list[dict[str, Any]]) -> Refusal:
+def saving(rank: int, directory: str, arguments: list[dict[str, Any]]) -> Answer:
     """Save a ZeRO-1 job, each rank with its own further arguments."""
-    job = jobs(2, zero1=True, seed=1)[rank]
+    return answer(save_checkpoint, jobs(2, zero1=True, seed=1)[rank], directory, arguments[rank])
+
+
+def loading(rank: int, directory: str, arguments: list[dict[str, Any]]) -> Answer:
+    """Load into a ZeRO-1 job with other values."""
+    return answer(load_checkpoint, jobs(2, zero1=True, seed=5)[rank], directory, arguments[rank])
+
+
+def answer(call: Callable[..., Any], job: Job, directory: str, arguments: dict[str, Any]) -> Answer:
     before = job.picture()
-    try:
-        save_checkpoint(directory, **{**job.parts, "timeout": 600.0, **arguments[rank]})
-        close_checkpointers()
-    except CheckpointError as error:
-        close_checkpointers()
-        return Refusal(type(error).__name__, str(error), before == job.picture())
-    return Refusal(None, "", before == job.picture())
+    found = refusal(partial(call, directory, **{**job.parts, "timeout": 600.0, **arguments}))
+    close_checkpointers()
+    return found, before == job.picture()
 
 
-def loading(rank: int, directory: str, arguments: list[dict[str, Any]], width: tuple[int, int] = (4, 4)) -> Refusal:
-    """Load into a ZeRO-1 job with other values, its model ``width[rank]`` wide."""
-    job = jobs(2, zero1=True, seed=5, net=lambda: Net(width[rank]))[rank]
-    before = job.picture()
-    try:
-        load_checkpoint(directory, **{**job.parts, "timeout": 600.0, **arguments[rank]})
-    except CheckpointError as error:
-        return Refusal(type(error).__name__, str(error), before == job.picture())
-    return Refusal(None, "", before == job.picture())
-
-
-def both_refused(found: list[Refusal], error: type[CheckpointError], told: str) -> None:
+def both_refused(found: list[Answer], error: type[CheckpointError], told: str) -> None:
     """Each rank raised ``error`` with ``told`` in its message, and changed nothing."""
-    assert [(error.__name__, True)] * 2 == [(refusal.kind, refusal.unchanged) for refusal in found], found
-    assert [] == [refusal.message for refusal in found if told not in refusal.message]
+    assert [] == [one for one in found if not one[0].startswith(f"{error.__name__}: ") or told not in one[0]]
+    assert [True, True] == [is_unchanged for _, is_unchanged in found]
 
 
 BIG = {"weight": torch.ones(3000)}
@@ -102,11 +93,10 @@ def test_a_rank_s_file_that_is_lost(pair: RankPool, kept: Path) -> None:
 def test_a_rank_s_file_that_changed(pair: RankPool, kept: Path) -> None:
     """So it is for one that is damaged, and once it is whole again, the same processes load."""
     changed = kept / "one" / "optim" / "dp_rank_01_tp_rank_00_pp_rank_00.pt"
-    whole = changed.read_bytes()
-    changed.write_bytes(whole[:1500] + bytes([whole[1500] ^ 1]) + whole[1501:])
+    flip(changed, 1500)
     both_refused(pair.run(loading, str(kept), [{}] * 2), errors.DigestMismatch, "optim/dp_rank_01")
-    changed.write_bytes(whole)
-    assert [Refusal(None, "", False)] * 2 == pair.run(loading, str(kept), [{}] * 2)
+    flip(changed, 1500)
+    assert [("", False)] * 2 == pair.run(loading, str(kept), [{}] * 2)
 
 
 def biases(names: list[str]) -> list[str]:
@@ -149,11 +139,8 @@ def staged(rank: int, directory: str, options: dict[str, Any]) -> dict[str, floa
     save_checkpoint(directory, "one", model, topology=topology, durable=False, timeout=600.0)
     close_checkpointers()
     live = {f"{'part' if options.get('key_mapping') else 'stage'}{rank}.weight": torch.zeros(2)}
-    try:
-        load_checkpoint(directory, "one", live, topology=topology, timeout=600.0, **options)
-    except CheckpointError as error:
-        return str(error)
-    return {name: value[0].item() for name, value in live.items()}
+    found = refusal(lambda: load_checkpoint(directory, "one", live, topology=topology, timeout=600.0, **options))
+    return found or {name: value[0].item() for name, value in live.items()}
 
 
 def test_a_filter_is_about_all_stages_together(pair: RankPool, tmp_path: Path) -> None:
@@ -200,14 +187,10 @@ def test_a_rank_that_asks_for_less_is_named(pair: RankPool, tmp_path: Path) -> N
 def saving_a_part(rank: int, directory: str) -> str:
     """Save a replica whose optimizer has no state yet, on rank 1 of half of the parameters."""
     model = torch.nn.Linear(2, 2)
-    parameters = [*model.parameters()]
-    try:
-        save_checkpoint(directory, "a", model, torch.optim.SGD(parameters[rank:], lr=0.1))
-    except CheckpointError as error:
-        return type(error).__name__
-    finally:
-        close_checkpointers()
-    return "saved"
+    optimizer = torch.optim.SGD([*model.parameters()][rank:], lr=0.1)
+    found = refusal(lambda: save_checkpoint(directory, "a", model, optimizer))
+    close_checkpointers()
+    return found.partition(":")[0]
 
 
 def test_replicas_with_optimizers_of_other_parameters_are_refused(pair: RankPool, tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ def test_reading_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_other_ranks_hear_the_same_class() -> None:
-    """An error of the system is a StorageError there as well."""
     error = from_wire(*to_wire(PermissionError(errno.EACCES, "Permission denied", "x")), rank=3)
     assert StorageError is type(error)
     told = "PermissionError: [Errno 13] Permission denied: 'x'; choose a directory that this user may read and write"

@@ -32,34 +32,33 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
+def between(enter: Callable[[], object], leave: Callable[[], object]) -> Iterator[None]:
+    enter()
     try:
         yield
     finally:
+        leave()
+
+
+def default_device(device: str) -> AbstractContextManager[None]:
+    def leave() -> None:
         torch.set_default_device(None)
         del torch._GLOBAL_DEVICE_CONTEXT.device_context  # else torch 2.9's get_default_device() fails on this thread
 
+    return between(partial(torch.set_default_device, device), leave)
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return between(partial(torch.set_default_dtype, dtype), partial(torch.set_default_dtype, before))
 
 
-@contextmanager
-def deterministic(*, fills: bool) -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+def deterministic(*, fills: bool) -> AbstractContextManager[None]:
+    def switch(on: bool, fill: bool) -> None:
+        torch.use_deterministic_algorithms(on)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+    return between(partial(switch, True, fills), partial(switch, False, True))
 
 
 @contextmanager
@@ -229,7 +228,6 @@ def test_fake_tensor_mode_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("mode", ["default device meta", "with torch.device(meta)", "inference_mode"])
 def test_torch_dcp_by_our_names(tmp_path: Path, mode: str) -> None:
-    """As without the mode."""
     live = {"model": {"w": torch.zeros(4)}}
     with MODES[mode]():
         dcp.save({"model": {"w": torch.ones(4, device=CPU)}}, checkpoint_id=tmp_path / "t")
@@ -239,7 +237,6 @@ def test_torch_dcp_by_our_names(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.once
 def test_callers_that_are_compiled(tmp_path: Path) -> None:
-    """A call lies between two graphs."""
     saved, live = Net(1), Net(2)
 
     def save_and_load(x: torch.Tensor) -> torch.Tensor:

@@ -238,23 +238,7 @@ def test_a_file_cut_off_while_it_is_read(long: Path, tmp_path: Path, verify: Any
 
 
 @pytest.mark.parametrize("verify", [True, "reading", False])
-def test_a_file_that_may_not_be_read(kept: dict[str, Path], verify: Any, alone: None) -> None:
-    """What the system says of it is raised."""
-
-    def refuse(operation: Operation) -> None:
-        if operation.name == "open" and operation.key.endswith("tensor_3.pt"):
-            raise PermissionError(errno.EACCES, "Permission denied", operation.key)
-
-    live = model(0.0)
-    storage = HookedStorage(LocalStorage(kept["xser"]), refuse)
-    with pytest.raises(StorageError, match=r"PermissionError: .*tensor_3"):
-        Checkpointer(kept["xser"], storage=storage).load("one", live, verify=verify)
-    assert not any(value.any() for value in live.values())
-
-
-@pytest.mark.parametrize("verify", [True, "reading", False])
 def test_a_file_is_opened_once_for_each_thread(long: Path, verify: Any) -> None:
-    """Not for every read."""
     opened: list[str] = []
 
     def note(operation: Operation) -> None:

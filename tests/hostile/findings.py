@@ -50,9 +50,7 @@ def tensor(shape: bytes, stride: bytes, offset: bytes = b"K\x00") -> bytes:
 
 
 def array(shape: bytes, raw: bytes = b"") -> bytes:
-    made = called(
-        named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"), b"K\x00\x85", text("b")
-    )
+    made = called(named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"), b"K\x00\x85", text("b"))
     dtype = called(named("numpy", "dtype"), text("f8"), b"K\x00", b"K\x01") + b"(K\x03" + text("<") + b"NNNtb"
     content = called(named("_codecs", "encode"), text(raw.decode("latin1")), text("latin1"))
     return made + b"(K\x01" + shape + dtype + b"\x89" + content + b"tb"
@@ -130,9 +128,7 @@ HOSTILE = {
     "a tensor of huge strides": tensor(b"K\x00\x85", number(2**70) + b"\x85"),
     "a tensor far away": tensor(b"K\x01\x85", b"K\x01\x85", number(2**80)),
     "a tensor of many dimensions": tensor(b"(" + b"K\x01" * 1000 + b"t", b"(" + b"K\x01" * 1000 + b"t"),
-    "tensors of stride 0": b"]("
-    + tensor(number(2**27) + b"\x85", b"K\x00\x85") * 8
-    + b"e",
+    "tensors of stride 0": b"](" + tensor(number(2**27) + b"\x85", b"K\x00\x85") * 8 + b"e",
     "an array of a huge shape": array(b"K\x00" + number(2**70) + b"\x86"),
     "an array of many dimensions": array(b"(" + b"K\x01" * 1000 + b"t", bytes(8)),
     "an array of a number": array(b"K\x05"),

@@ -287,6 +287,5 @@ _TARGETS = [
     Target("hello to rank 0", servers.admission, [hello + servers.WORDS[0] for hello in servers.HELLOS]),
 ]
 TARGETS: dict[str, Target] = {
-    target.name: replace(target, findings=[*target.findings, *findings.found(target.name)])
-    for target in _TARGETS
+    target.name: replace(target, findings=[*target.findings, *findings.found(target.name)]) for target in _TARGETS
 }

@@ -10,19 +10,15 @@ from tests.hostile.fuzzing import in_silence, trouble, troubles
 from tests.hostile.targets import TARGETS
 from tests.hostile.worst import WORST
 
+MANY = pytest.param(range(50, 480_000), marks=[pytest.mark.soak, pytest.mark.timeout(7200)])
+"""The same ten thousand times: ten million files of all kinds."""
 
+
+@pytest.mark.parametrize("numbers", [range(50), MANY])
 @pytest.mark.parametrize("name", TARGETS)
-def test_damaged_files_are_read_or_refused(name: str) -> None:
+def test_damaged_files_are_read_or_refused(name: str, numbers: range) -> None:
     """Seeded: ``python -m tests.hostile NAME --first NUMBER --count 1`` tries one of them again."""
-    assert [] == troubles(name, range(50))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("name", TARGETS)
-def test_many_damaged_files_are_read_or_refused(name: str) -> None:
-    """The same ten thousand times, ten million files of all kinds."""
-    assert [] == troubles(name, range(50, 480_000))
+    assert [] == troubles(name, numbers)
 
 
 @pytest.mark.soak

@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from nxd_ckpt.core import limits
-from nxd_ckpt.errors import CheckpointError, MalformedFile, UnsafePickle
+from nxd_ckpt.errors import MalformedFile, UnsafePickle
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
-from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.tensors import StorageSpan
 from nxd_ckpt.formats.torch_zip import read_directory, read_tree
 from nxd_ckpt.formats.unpickle import unpickle
 from tests.formats.helpers import comparable, loaded, pread_of, saved, torch_file
 from tests.hostile.budget import within_budget
-from tests.hostile.findings import HOSTILE, SAFETENSORS, number
+from tests.hostile.findings import HOSTILE, number
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE.keys())
@@ -33,12 +32,6 @@ def test_a_pickle_that_asks_for_much_is_refused(hostile: bytes) -> None:
     with pytest.raises((UnsafePickle, MalformedFile), match=r"^file\.pt: ") as caught, within_budget(len(data)):
         unpickle(data, "file.pt", {"0": StorageSpan("data/0", 64, 4, None)})
     assert len(str(caught.value)) < 600
-
-
-def test_a_pickle_makes_no_more_objects_than_are_read() -> None:
-    """A set takes one byte of a pickle, and 216 of memory."""
-    with pytest.raises(UnsafePickle, match="more than 1668 objects"):
-        Machine(b"\x80\x04](" + b"\x8f" * 2000 + b"e.", objects=1000).load()
 
 
 LARGE: dict[str, Callable[[], Any]] = {
@@ -126,12 +119,6 @@ def test_expanded_and_tied_tensors_are_read() -> None:
     assert comparable(tree) == comparable(loaded(data))
 
 
-def test_expanded_tensors_take_no_more_than_is_read() -> None:
-    """A tensor of 2**40 equal elements is a file of a kilobyte."""
-    with pytest.raises(MalformedFile, match=r"file\.pt.*shape \(1099511627776,\) and stride \(0,\) in 4 bytes"):
-        loaded(saved({"x": torch.ones(1).expand(2**40)}))
-
-
 @pytest.mark.parametrize("count", [10_000, pytest.param(250_000, marks=pytest.mark.soak)])
 def test_many_tensors_in_one_file_are_read(count: int) -> None:
     """100,000 tensors are many, and no attack."""
@@ -181,10 +168,3 @@ def test_a_pickle_is_bounded_before_it_is_read(monkeypatch: pytest.MonkeyPatch) 
     data = torch_file(b"\x80\x02" + b"N0" * 100 + b"N.")
     with pytest.raises(MalformedFile, match=r"bytes of its record 'archive/data.pkl': at most 100 are allowed"):
         read_tree(pread_of(data), len(data), "file.pt")
-
-
-@pytest.mark.parametrize("data", SAFETENSORS.values(), ids=SAFETENSORS.keys())
-def test_a_hostile_safetensors_header_is_malformed(data: bytes) -> None:
-    """Sizes, offsets and JSON that no writer makes are named."""
-    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
-        read_header(pread_of(data), len(data), "x.safetensors")

@@ -81,9 +81,7 @@ CONFIGS = [
         {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "vocab_size": 16}
     ).encode()
 ]
-MAPPINGS = [
-    (resources.files("nxd_ckpt") / "mappings" / f"{name}.json").read_bytes() for name in ("llama", "mixtral")
-]
+MAPPINGS = [(resources.files("nxd_ckpt") / "mappings" / f"{name}.json").read_bytes() for name in ("llama", "mixtral")]
 _SHORT = {**json.loads(MAPPINGS[0]), "rules": json.loads(MAPPINGS[0])["rules"][:4], "shapes": []}
 YAML_MAPPINGS = [yaml.safe_dump(_SHORT).encode(), json.dumps(_SHORT).encode()]  # JSON is YAML
 

@@ -53,12 +53,8 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         ),
         "_check_nesting: 1 -> 2": "twice the work of a number as a key is still far less than its bytes allow",
     },
-    "formats/unpickle": {
-        "_are_counts: return False -> return None": "as little true, for those who ask",
-    },
-    "formats/inert": {
-        "StandIn.real: raise NotImplementedError -> (removed)": "abstract: every subclass has its own",
-    },
+    "formats/unpickle": {"_are_counts: return False -> return None": "as little true, for those who ask"},
+    "formats/inert": {"StandIn.real: raise NotImplementedError -> (removed)": "abstract: every subclass has its own"},
     "coordination/lease": {
         "acquire: DirectoryInUse -> (not caught)": "what is given back then is not this run's, so nothing is",
     },
@@ -70,7 +66,5 @@ ACCEPTED: Mapping[str, Mapping[str, str]] = {
         "commit: 0.0 -> 1.0": "the clock says more than a second after 1970",
         "_clean_up: int(number) < counter -> int(number) <= counter": "on that attempt all have voted, which is enough",
     },
-    "core/retention_rules": {
-        "Best.chosen: 1 -> 2": "only the sign matters: a factor changes no order",
-    },
+    "core/retention_rules": {"Best.chosen: 1 -> 2": "only the sign matters: a factor changes no order"},
 }

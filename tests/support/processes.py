@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import TracebackType
 
 from nxd_ckpt.emulation.child import exit_code, leave
 from nxd_ckpt.emulation.launcher import free_ports
@@ -55,9 +54,7 @@ class Program:
     def __enter__(self) -> Program:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join()
         self._written.cleanup()

@@ -4,9 +4,6 @@
 
     with RankPool(nproc=4, xla=True) as pool:
         results = pool.run(train_two_steps, "/tmp/ckpt")    # train_two_steps(rank, "/tmp/ckpt") on every rank
-        run = pool.start(save_for_ever, "/tmp/ckpt")        # the same, without waiting
-        pool.kill(2)
-        outcomes = run.result(timeout=60, return_errors=True)
 
 With ``xla=True`` the ranks are an emulated CPU-XLA world with ``init_process_group("xla")``, else plain CPU
 torch with ``init_process_group("gloo")``. Functions are module-level; they are sent as file and name, their
@@ -28,7 +25,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from nxd_ckpt.emulation.launcher import free_ports, rank_environment
@@ -71,28 +67,14 @@ class _Worker:
 class RankPool:
     """``nproc`` ranks, from construction to :meth:`close`.
 
-    Args:
-        nproc: number of ranks.
-        xla: an emulated CPU-XLA world (needs torch-xla), or plain CPU torch and gloo.
-        env: environment variables to set in every rank.
-        nproc_per_node: ranks that count as one host (all by default).
-        start_timeout: seconds until every rank must be ready.
+    ``xla`` says that they are an emulated CPU-XLA world (needs torch-xla), else plain CPU torch and gloo; ``env`` has
+    further environment variables.
     """
 
-    def __init__(
-        self,
-        nproc: int,
-        xla: bool = False,
-        *,
-        env: dict[str, str] | None = None,
-        nproc_per_node: int | None = None,
-        start_timeout: float = 600.0,
-    ) -> None:
+    def __init__(self, nproc: int, xla: bool = False, *, env: dict[str, str] | None = None) -> None:
         self.nproc = nproc
         self.xla = xla
         self._env = dict(env or {})
-        self._nproc_per_node = nproc_per_node
-        self._start_timeout = start_timeout
         self._logs = Path(tempfile.mkdtemp(prefix="nxd_ckpt_workers_"))
         self._call_ids = itertools.count()
         self._workers: list[_Worker] = []
@@ -105,56 +87,25 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank, also of ranks that ended."""
-        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether every rank lives and is idle."""
-        return all(worker.process.is_alive() and not worker.busy for worker in self._workers)
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        timeout: float = 600.0,
-        grace: float = 10.0,
-        return_errors: bool = False,
-    ) -> list[Any]:
-        """``fn(rank, *args)`` on every rank; results by rank. As ``start(fn, *args).result(...)``."""
-        return self.start(fn, *args).result(timeout=timeout, grace=grace, return_errors=return_errors)
+    def run(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """``fn(rank, *args)`` on every rank; results by rank. As ``start(fn, *args).result(**options)``."""
+        return self.start(fn, *args).result(**options)
 
     def start(self, fn: Callable[..., Any], *args: Any) -> RankCall:
-        """Start ``fn(rank, *args)`` on every rank and return at once.
-
-        A pool that is not healthy, because an earlier run left ranks dead or hanging, is restarted first.
-        """
-        if not self.healthy:
-            self.restart()
+        """Start ``fn(rank, *args)`` on every rank and return at once: on new ranks, where an earlier run left some dead
+        or hanging."""
+        if not all(worker.process.is_alive() and not worker.busy for worker in self._workers):
+            self._end_workers()
+            self._start_workers()
         call_id = next(self._call_ids)
         message = (call_id, list(sys.path), _address(fn), pickle.dumps(args))
         for worker in self._workers:
             worker.busy = True
             worker.channel.send(message)
         return RankCall(self, call_id, getattr(fn, "__qualname__", repr(fn)))
-
-    def kill(self, rank: int) -> None:
-        """SIGKILL one rank, and wait until it is gone."""
-        process = self._workers[rank].process
-        process.kill()
-        process.join()
-
-    def restart(self) -> None:
-        """End all ranks, whatever they do, and start new ones."""
-        self._end_workers()
-        self._start_workers()
 
     def close(self) -> None:
         """End all ranks. Safe to call again."""
@@ -173,10 +124,10 @@ class RankPool:
         for worker in self._workers:
             worker.busy = True
             worker.channel.send((call_id, list(sys.path), (__file__, __name__, "_join"), pickle.dumps((self.xla,))))
-        RankCall(self, call_id, "joining the process group").result(timeout=self._start_timeout)
+        RankCall(self, call_id, "joining the process group").result()
 
     def _spawn(self, rank: int, ports: tuple[int, int]) -> _Worker:
-        environment = rank_environment(rank, self.nproc, ports, self._nproc_per_node) | self._env
+        environment = rank_environment(rank, self.nproc, ports) | self._env
         channel, far_end = FORKED.Pipe()
         files = (self._log_path(rank), self._stacks_path(rank))
         process = FORKED.Process(target=work, args=(far_end, rank, environment, *files))
@@ -209,21 +160,12 @@ class RankCall:
         self._name = name
         self._outcomes: dict[int, Any] = {}
 
-    def done(self) -> bool:
-        """Whether every rank has returned, failed or died."""
-        self._collect(0)
-        return not self._missing()
-
     def result(self, timeout: float = 600.0, grace: float = 10.0, return_errors: bool = False) -> list[Any]:
         """Results by rank, waiting up to ``timeout`` seconds for all ranks.
 
         With ``return_errors=True`` a failed rank's entry is its :class:`WorkerError`. Otherwise the first
         failure is raised: ranks that still run then, perhaps waiting for the failed one, get ``grace``
         seconds to end, and what they reported is in the message.
-
-        Raises:
-            WorkerError: a rank's function raised; ``WorkerDied``: its process ended; ``WorkerTimeout``: a
-            rank hung.
         """
         deadline = time.monotonic() + timeout
         grace_given = return_errors
@@ -275,7 +217,7 @@ class RankCall:
     def _give_up(self, hung: Sequence[int]) -> None:
         """Kill the ranks that did not end; their stacks become their outcome."""
         for rank in hung:
-            os.kill(self._pool.pids[rank], signal.SIGUSR1)  # faulthandler writes the stacks
+            os.kill(self._workers[rank].process.pid or 0, signal.SIGUSR1)  # faulthandler writes the stacks
         for rank in hung:
             stacks = _written(self._pool._stacks_path(rank))
             self._workers[rank].process.kill()

@@ -43,11 +43,7 @@ def _answer_calls(channel: Connection, rank: int) -> None:
             fn = _find(*address)
             answer = (call_id, True, pickle.dumps(fn(rank, *pickle.loads(arguments))))
         except Exception as error:
-            answer = (
-                call_id,
-                False,
-                (f"{type(error).__name__}: {error}", traceback.format_exc(), _pickled(error)),
-            )
+            answer = (call_id, False, (f"{type(error).__name__}: {error}", traceback.format_exc(), _pickled(error)))
         channel.send(answer)
 
 

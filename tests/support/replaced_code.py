@@ -15,9 +15,7 @@ def replace_code(before: CodeType, after: CodeType) -> None:
     codes = {code: place for place, code in _codes(before)}
     changed = {place: code for place, code in _codes(after) if code not in codes}
     functions = [
-        one
-        for one in gc.get_objects()
-        if type(one) is FunctionType and one.__code__.co_filename == before.co_filename
+        one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == before.co_filename
     ]
     if not functions:
         raise LookupError(f"no function of {before.co_filename} is in this process")

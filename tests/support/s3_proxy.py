@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Literal
 
 from tests.support.s3_server import error_body
@@ -62,9 +61,7 @@ class S3Proxy:
         threading.Thread(target=self._accept, name="s3-proxy", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

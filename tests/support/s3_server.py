@@ -20,7 +20,6 @@ import xml.etree.ElementTree as ET
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 from xml.sax.saxutils import escape
@@ -90,9 +89,7 @@ class S3Server:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -1,5 +1,7 @@
 """The pool of ranks reports what happened on each of them, and never waits for the dead."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +33,15 @@ def lookup_fails(rank: int) -> int:
     return rank
 
 
-def stops(rank: int, where: int, begun: Path | None = None) -> str:
+def dies(rank: int, where: int) -> str:
     if rank == where:
-        if begun is not None:
-            begun.touch()
-        time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
     return "done"
+
+
+def stops(rank: int, begun: Path) -> None:
+    begun.touch()
+    time.sleep(600)
 
 
 def test_exception_is_raised_with_rank_and_traceback(cpu_ranks: RankPool) -> None:
@@ -58,10 +63,7 @@ def test_failure_is_raised_although_a_peer_waits(cpu_ranks: RankPool) -> None:
 
 def test_killed_rank_is_noticed(cpu_ranks: RankPool) -> None:
     """A rank that is killed is reported as dead; the others' results are there."""
-    run = cpu_ranks.start(stops, 1)
-    assert not run.done()
-    cpu_ranks.kill(1)
-    first, second = run.result(return_errors=True)
+    first, second = cpu_ranks.run(dies, 1, return_errors=True)
     assert "done" == first
     assert isinstance(second, WorkerDied)
     assert "SIGKILL" in str(second)
@@ -69,7 +71,7 @@ def test_killed_rank_is_noticed(cpu_ranks: RankPool) -> None:
 
 def test_hanging_rank_is_killed_with_its_stack(cpu_ranks: RankPool, tmp_path: Path) -> None:
     """After the timeout, the error shows where the rank hung."""
-    run = cpu_ranks.start(stops, 0, tmp_path / "begun")
+    run = cpu_ranks.start(stops, tmp_path / "begun")
     while not (tmp_path / "begun").exists():
         time.sleep(0.01)
     with pytest.raises(WorkerTimeout, match="in stops"):
