@@ -152,7 +152,9 @@ def _tree(element: Any, make: Make, depth: int) -> Any:
     kind = type(element)
     if kind is dict:
         _check_depth(depth)
-        return dict(element) if is_flat(element) else {key: _tree(child, make, depth + 1) for key, child in element.items()}
+        if is_flat(element):
+            return dict(element)
+        return {key: _tree(child, make, depth + 1) for key, child in element.items()}
     if kind is not list:
         return element
     if not element:
