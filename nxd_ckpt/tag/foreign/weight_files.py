@@ -144,10 +144,12 @@ def by_index(files: TagFiles, index: str) -> dict[str, str]:
     """Return the file of each entry of an ``index``, relative to its directory, in which they all are.
 
     Raises:
-        PartNotFound: one of the files is missing.
+        PartNotFound: the index, or one of the files, is missing.
         MalformedFile: a malformed index, or one of other files.
     """
     where, (folder, slash, name) = files.where(index), index.rpartition("/")
+    if not files.has(index):
+        raise PartNotFound(f"{where} is missing, which says what file each tensor is in; download it again")
     places = document.small(files.storage.read(files.key(index)), where).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise MalformedFile(f"{where}: weight_map must name the file of each tensor")
