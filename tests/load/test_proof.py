@@ -133,3 +133,29 @@ def test_shards_cut_from_weights_that_are_not_loaded_yet_are_an_error(tmp_path: 
     load_checkpoint(tmp_path, "t", model)
     load_checkpoint(tmp_path, "t", None, optimizer)
     assert difference(saved[1].state_dict(), optimizer.state_dict()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_of_weights_that_differ_on_purpose_are_no_error(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Left out by name, or of another dtype, they cannot be undone by a later load of the model."""
+    saved = _sharded(0, 0, masters=False)
+    save_checkpoint(tmp_path, "t", *saved)
+    model, optimizer = _sharded(0, 1, masters=False)
+    left_out: Any = {"ignore_keys": ["model/*"]} if model.to(dtype).weight.dtype == torch.float32 else {}
+    load_checkpoint(tmp_path, "t", None, optimizer, **left_out)
+    assert difference(saved[1].state_dict()["base_state"], optimizer.state_dict()["base_state"]) is None
+
+
+def test_shards_of_weights_without_digests_are_no_error(tmp_path: Path) -> None:
+    """NxD's files have a digest for each record of a zip file: none for a view of a part of one."""
+    model, optimizer = _sharded(0, 0, masters=False)
+    flat = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    views = {"weight": flat[:42].view(7, 6), "bias": flat[42:]}
+    for part, state in (("model", views), ("optim", optimizer.state_dict())):
+        (tmp_path / "t" / part).mkdir(parents=True)
+        torch.save(state, tmp_path / "t" / part / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    for marker in ("checkpoint", "done"):
+        (tmp_path / "t" / marker).write_text("1")
+    live = _sharded(0, 1, masters=False)[1]
+    load_checkpoint(tmp_path, "t", None, live, param_names=[["weight", "bias"]])
+    assert difference(optimizer.state_dict()["base_state"], live.state_dict()["base_state"]) is None
