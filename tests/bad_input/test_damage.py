@@ -11,9 +11,10 @@ import torch
 
 from nxd_ckpt import load_checkpoint
 from nxd_ckpt.core.manifest import load_index
-from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, PartNotFound
+from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, PartLost, PartNotFound
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.bad_input.live import Job, jobs, topologies
+from tests.golden.checkpoints import saved
 from tests.interop.saving import save_as_every_rank
 from tests.support.damage import flip
 
@@ -190,3 +191,14 @@ def test_weights_left_out_are_told_from_lost_ones(tmp_path: Path) -> None:
     with pytest.raises(PartNotFound, match=rf"{lost.name} is missing.*tensor 'scale'"):
         load_checkpoint(tmp_path, "one", **again.parts, strict=False, topology=again.topology)
     assert before == again.picture()
+
+
+def test_a_weight_that_a_tag_of_nxd_lost(golden: Path, tmp_path: Path) -> None:
+    """Nothing lists its files, and ``strict=False`` is for names that differ: none of the others is loaded."""
+    run = shutil.copytree(saved(golden, "b_dp2_zero1_xser").directory, tmp_path / "run")
+    lost = min(run.glob("step_3/model/*.tensors/*"))
+    lost.unlink()
+    model: dict[str, torch.Tensor] = {}
+    with pytest.raises(PartLost, match=rf"{lost.name} \(model, .*lost files since it was saved"):
+        load_checkpoint(run, "step_3", model, strict=False)
+    assert {} == model

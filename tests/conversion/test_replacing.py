@@ -26,6 +26,7 @@ from nxd_ckpt.output.locations import remove_unused
 from nxd_ckpt.storage import local, system
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing
+from tests.conversion.tags import contents, remains
 from tests.support.processes import run_program
 
 KILLED = """
@@ -386,3 +387,19 @@ def test_what_was_to_be_replaced_stays_where_the_new_one_was_removed(
         with pytest.raises(CheckpointError, match="No such file"):
             unshard_checkpoint(tags / "new", output, overwrite=True)
     assert 0 == made_of(output)
+
+
+@pytest.mark.parametrize(("kind", "key"), [*product(OUTPUTS, "*"), ("tag", "*"), ("tag", "*/guest")])
+def test_a_full_disk_leaves_what_was_there(tags: Path, monkeypatch: pytest.MonkeyPatch, kind: str, key: str) -> None:
+    """And nothing of the attempt beside it; the error says how much room there is."""
+    output = tags / "out" / kind
+    make = OUTPUTS.get(kind, partial(convert, to="tag", dp=2))
+    make(tags / "old", output)
+    before = contents(output.parent)
+    (tags / "new" / "guest").write_text("the last file that a tag gets")
+    disturb(monkeypatch, failing("write_at", key, OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(CheckpointError, match=r"No space left on device \(.* are to be written, .* are free"):
+        make(tags / "new", output, overwrite=True)
+    assert before.items() <= contents(output.parent).items()
+    assert [output] == [path for path in output.parent.iterdir() if path.name != ".nxd_ckpt"]
+    assert [] == remains(output.parent)

@@ -16,14 +16,13 @@ from safetensors.torch import load, load_file
 from nxd_ckpt import UnshardStrategy, convert, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
-from tests.conversion.tags import SHAPES, Tree, contents, model, save_example, whole
+from tests.conversion.tags import Tree, contents, model, save_example, whole
 from tests.golden.checkpoints import saved
 from tests.reshard.ranks import save_job
 from tests.reshard.strategies import Case, cases
 from tests.reshard.whole import OPTIONS
 from tests.tag.equality import difference
 
-NAMES = list(SHAPES)
 STRATEGIES = {
     "one_file": UnshardStrategy.one_file(),
     "one_file_per_tensor": UnshardStrategy.one_file_per_tensor(),
