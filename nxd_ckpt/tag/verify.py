@@ -507,7 +507,7 @@ def _lost_files(opened: OpenTag, reported: tuple[str, ...]) -> list[str]:
                 lost += look(opened, at)
             except PartNotFound as error:
                 lost.append(str(error))
-            except (UnsafePickle, UnsupportedState):
+            except UnsupportedState:
                 continue  # what is not read may be whole
     except CheckpointError as error:
         if not reported:
