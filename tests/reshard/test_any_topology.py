@@ -67,6 +67,14 @@ def test_any_part_moves_by_itself(tmp_path: Path, on: str, to: str) -> None:
         assert None is difference({**untouched.held(), "optimizer": wanted["optimizer"]}, rank.held())
 
 
+@pytest.mark.parametrize(("on", "to"), [("dp2tp2", "dp3"), ("dp2tp2", "dp3pp2")])
+def test_weights_that_were_left_out_are_cut_from_master_weights(tmp_path: Path, on: str, to: str) -> None:
+    """Without a file of its own, a weight of another job is cut from the master weights. Few random jobs are so."""
+    weights = [replace(w, left_out=w.kind == "parameter") for w in weights_of(torch.bfloat16)]
+    saved, live = layout_of(on, weights), layout_of(to, weights)
+    check(tmp_path, weights, saved, live, use_xser=True, avoid_saving_lower_precision_weights=True)
+
+
 @pytest.mark.parametrize(
     ("on", "to", "use_xser"),
     [("tp2", "pp2", False), ("pp2", "tp2", True), ("pp2", "dp3", False), ("pp2", "dp2pp2", True)],
