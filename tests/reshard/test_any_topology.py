@@ -136,12 +136,14 @@ def test_state_of_the_optimizer_as_a_whole_moves(tmp_path: Path) -> None:
 
 
 def test_rank_content_stays_behind(tmp_path: Path) -> None:
-    """Random states and data positions are those of ranks that there are no more: nothing is given to others."""
+    """Random states and data positions are those of ranks that there are no more: nothing is given to others. A
+    scheduler's are those of all."""
     weights = weights_of()
     saved, live = layout_of("dp2tp2", weights), layout_of("dp3", weights)
-    save_job(tmp_path, weights, saved, rank_content={"position": 1})
+    save_job(tmp_path, weights, saved, rank_content={"position": 1}, scheduler={"last_epoch": 7})
     for at in live.ranks:
         rank, content = fresh(weights, live, at), dict[str, int]()
-        load_rank(tmp_path, rank, rank_content=content)
-        assert {} == content
+        scheduler = {"last_epoch": 0}
+        load_rank(tmp_path, rank, rank_content=content, scheduler=scheduler)
+        assert ({}, {"last_epoch": 7}) == (content, scheduler)
         assert None is difference(expected(weights, live, at), rank.held())
