@@ -66,11 +66,11 @@ def guests_of(storage: Storage, key: str) -> list[Entry]:
     """Return the guests in the directory ``key`` that no save was given; of a directory of such, not what is in it."""
     waiting = [entry for entry in entries_of(storage, key) if entry.is_guest]
     guests = list[Entry]()
-    listed = given_to(storage, key) if waiting else ()
+    given = given_to(storage, key) if waiting else ()
     for entry in waiting:  # grows
-        if any(name.startswith(f"{entry.path}/") for name in listed):
+        if any(name.startswith(f"{entry.path}/") for name in given):
             waiting += [Entry(f"{entry.path}/{name}", inner) for name, inner in storage.list(f"{key}/{entry.path}")]
-        elif entry.path not in listed:
+        elif entry.path not in given:
             guests.append(entry)
     return guests
 

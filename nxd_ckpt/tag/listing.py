@@ -223,8 +223,8 @@ def _listing(
 def _guests(storage: Storage, tag: str) -> list[str]:
     entries = storage.list(tag) if tag != NO_TAG else []
     guests = [name for name, is_dir in entries if not (names.is_own_folder(name) if is_dir else names.is_own(name))]
-    listed = given_entries(storage, tag) if guests else ()
-    return [name for name in guests if name not in listed]
+    given = given_entries(storage, tag) if guests else ()
+    return [name for name in guests if name not in given]
 
 
 def summary(opened: OpenTag, info: TagInfo) -> dict[str, Any]:
