@@ -141,11 +141,11 @@ def _plain(value: Any) -> Any:
     """Return the value in a form whose text tells all of it, and nothing else."""
     if type(value) in _TEXTS and value == value and (type(value) is not int or abs(value) < _LARGE):
         return value
-    import numpy as np  # not at the top: commands that compare digests of files alone start without it
-
     if type(value) is not dict and is_flat(value) and all(map(eq, value, value)):  # without what is not a number
         with suppress(ValueError):  # an integer is too long
             return type(value).__name__, repr(value)
+    import numpy as np  # not at the top: commands that compare digests of files alone start without it
+
     if isinstance(value, dict):
         return type(value).__name__, [(_plain(key), _plain(child)) for key, child in value.items()]
     if isinstance(value, (list, tuple)):
