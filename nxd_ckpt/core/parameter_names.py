@@ -72,7 +72,8 @@ def names_without_wrappers(live: Iterable[str], saved: Collection[str]) -> dict[
     """
     live = set(live)
     saved = set(saved)
-    lost, spare = (_by_plain_name(names) for names in (live - saved, saved - live))
+    lost = _by_plain_name(live - saved)
+    spare = _by_plain_name(saved - live) if lost else {}
     return {
         names[0]: spare[plain][0] for plain, names in lost.items() if len(names) == 1 and len(spare.get(plain, ())) == 1
     }

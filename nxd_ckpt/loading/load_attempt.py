@@ -57,7 +57,6 @@ from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
-from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
@@ -321,7 +320,7 @@ class LoadAttempt:
 
     def prepare(self) -> PreparedLoad:
         """Return the load with the trees that fit the live objects. Raises errors if they do not."""
-        with self._opened.guarded(), gc_paused():
+        with self._opened.guarded():
             trees = self._planner.trees()
             trees.missing = self._missing
             trees.unexpected = self._unexpected
@@ -440,7 +439,7 @@ class PreparedLoad:
         mine = list(self._shares.verified_here(digested))
         total = partial(self.reader.nbytes_to_verify, [(leaf, takes) for _, leaf, takes in mine])
         try:
-            with self._watched("verify", total), gc_paused():
+            with self._watched("verify", total):
                 for name, leaf, takes in mine:
                     self.reader.verify(leaf, name, takes)
                 self.reader.finish()
@@ -500,11 +499,10 @@ class PreparedLoad:
         options = self._options
         if not is_proved(options):
             return []
-        with gc_paused():
-            how = {"before": self._before, "everything": options.prove is True, "verify_again": self._verify_again}
-            proof = self.proof(self._witness.digest, **how)
-            content = (self._rank_content, options.rank_content)
-            return proof.run(request.model, request.optimizer, self._scheduler, content)
+        how = {"before": self._before, "everything": options.prove is True, "verify_again": self._verify_again}
+        proof = self.proof(self._witness.digest, **how)
+        content = (self._rank_content, options.rank_content)
+        return proof.run(request.model, request.optimizer, self._scheduler, content)
 
     def proof(self, digest: Digests, **how: Any) -> Proof:
         """Return the comparison of live objects with what this load puts there; see `Proof`."""
@@ -526,18 +524,16 @@ class PreparedLoad:
         optimizer = self._trees.optimizer
         delivery = delivery_of(self.reader, self._begin, self._reads, self._witness.saw)
         if model is not None:
-            with gc_paused():
-                model.materialize(self._trees.names)
-                strict = self._options.strict_names
-                fill_model(model, self._trees.names, self._trees.model_tree, delivery, strict)
+            model.materialize(self._trees.names)
+            strict = self._options.strict_names
+            fill_model(model, self._trees.names, self._trees.model_tree, delivery, strict)
             delivery.finish()
             model.after_load(self._trees.missing, self._trees.unexpected)
         if optimizer is not None:
-            with gc_paused():
-                if self._trees.optimizer_tree:
-                    optimizer.load(self._trees.optimizer_tree, delivery, self._trees.keeps)
-                else:
-                    optimizer.follow(self._trees.keeps)
+            if self._trees.optimizer_tree:
+                optimizer.load(self._trees.optimizer_tree, delivery, self._trees.keeps)
+            else:
+                optimizer.follow(self._trees.keeps)
             delivery.finish()
             if self._trees.optimizer_tree:
                 optimizer.after_load()

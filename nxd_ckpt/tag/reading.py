@@ -474,6 +474,8 @@ class LeafReader(Closing):
 
     def _read_blocks(self) -> None:
         """Request the pending blocks, neighbours one after the other."""
+        if not self._blocks:
+            return
         blocks = self._blocks
         self._blocks = {}
         self._blocks_nbytes = 0
