@@ -549,15 +549,16 @@ class PreparedLoad:
         # its graph differ from the uninterrupted run's: a step compiled for one use, and rounded differently.
         torch_xla.sync()
 
-    def _begin(self, leaf: Leaf, out: torch.Tensor) -> None:
+    def _begin(self, leaf: Leaf, out: torch.Tensor) -> bool:
         if self.reader.take_kept(leaf, out):
-            return
+            return True
         name = self._trees.name_by_leaf[id(leaf)]
         takes = self._shares.takes(leaf)
         compare = self._options.verify is not False and not self._is_compared_live(leaf, name)
         compare = compare and self._opened.is_digested(leaf)
         verified = self._options.verifies_first
         self.reader.read_into(leaf, out, name, compare=compare, verified=verified, takes=takes)
+        return False
 
 
 def _may_be_wrapped(opened: OpenTag, topology: Topology, live: ModelAdapter) -> bool:

@@ -28,8 +28,13 @@ logger = logging.getLogger("nxd_ckpt")
 _ON_THE_WAY = 64 * 2**20
 """Bytes of tensors that may wait to be handed over, in addition to the first two."""
 
-Fill = Callable[[Leaf, torch.Tensor], None]
-"""Starts to fill a contiguous CPU tensor with the leaf; complete when the reader has finished."""
+Fill = Callable[[Leaf, torch.Tensor], bool | None]
+"""Starts to fill a contiguous CPU tensor with the leaf, and returns True if that is done already; the rest is complete
+when the reader has finished.
+"""
+
+Seen = Callable[[Leaf, torch.Tensor], None]
+"""Is told of a leaf that was read, and its values."""
 
 
 class Reads(Protocol):
@@ -53,7 +58,7 @@ class Delivery:
     code that follows in the load.
     """
 
-    def __init__(self, reader: Reads, fill: Fill, saw: Fill) -> None:
+    def __init__(self, reader: Reads, fill: Fill, saw: Seen) -> None:
         self._reader = reader
         self._fill = fill
         self._saw = saw
@@ -85,7 +90,10 @@ class Delivery:
         out = allocated(leaf.shape, leaf.dtype)
         while len(self._waiting) > 1 and self._waiting_bytes + out.nbytes > _ON_THE_WAY:
             self._hand_over()
-        self._fill(leaf, out)
+        if self._fill(leaf, out) and not self._waiting:
+            self._saw(leaf, out)
+            take(out)
+            return
         self._waiting.append((leaf, self._reader.requested, out, take))
         self._waiting_bytes += out.nbytes
 

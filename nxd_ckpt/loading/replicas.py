@@ -21,7 +21,7 @@ from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, on_all
 from nxd_ckpt.errors import CheckpointError, ReplicaLost
 from nxd_ckpt.formats.memory import byte_view
-from nxd_ckpt.loading.overwriting import Delivery, Fill
+from nxd_ckpt.loading.overwriting import Delivery, Fill, Seen
 from nxd_ckpt.loading.shares import ReplicaGroup, ReplicaShares
 from nxd_ckpt.storage.base import Closing, Storage
 from nxd_ckpt.tag.reading import Leaf, LeafReader
@@ -151,7 +151,7 @@ class SharedReads(Closing):
         """Leave the groups. Safe to call again."""
         self._open.close()
 
-    def delivery(self, reader: LeafReader, begin: Fill, saw: Fill) -> Delivery:
+    def delivery(self, reader: LeafReader, begin: Fill, saw: Seen) -> Delivery:
         """Return what fills live tensors, on all replicas together; ``begin`` starts a read through ``reader``."""
         self._reader = reader
         self._begin = begin
@@ -202,7 +202,7 @@ class SharedReads(Closing):
         self._reader.wait(mark)
 
 
-def delivery_of(reader: LeafReader, begin: Fill, reads: SharedReads | None, saw: Fill) -> Delivery:
+def delivery_of(reader: LeafReader, begin: Fill, reads: SharedReads | None, saw: Seen) -> Delivery:
     """Return what fills live tensors by ``begin``, which starts a read through ``reader``, and shared ``reads``.
 
     ``saw`` is called as by `Delivery`.
