@@ -92,8 +92,11 @@ class AttemptVotes:
         return self._verdict() if file == verdict else self._text(file)
 
     def all_voted(self, world_size: int) -> bool:
-        """Return whether all ranks have voted, so that none writes for the attempt any more. A single one has."""
-        return world_size == 1 or _votes(self._notes()) == world_size
+        """Return whether all ranks have voted for good, so that none writes for it any more. A single one has."""
+        if world_size == 1:
+            return True
+        names = self._notes()
+        return _votes(names) == world_size and not self._writing(world_size)(names)
 
     def await_votes(
         self,
@@ -103,7 +106,7 @@ class AttemptVotes:
         leaving: Callable[[], bool],
         gone: Callable[[int], bool] = lambda rank: False,
     ) -> bool:
-        """Wait, on rank 0, until all other ranks have voted, for or against it. Rank 0 itself has left the attempt.
+        """Wait, on rank 0, until all other ranks have voted for good, for or against it. Rank 0 has left the attempt.
 
         Meanwhile rank 0 shows them that it is ``working_on`` another attempt. Returns False ``timeout`` seconds after
         the last progress of any rank, if a rank without a vote is ``gone``, or if this rank is ``leaving`` the job.
@@ -111,18 +114,28 @@ class AttemptVotes:
         patience = _Patience(timeout)
         backoff = Backoff(self._storage)
         sign = _Sign(working_on, timeout)
+        writing = self._writing(world_size)
         while True:
             sign.renew()
             names = backoff.timed(self._notes)
-            ranks = range(1, world_size)
-            missing = [rank for rank in ranks if _name(self._vote_file(rank)) not in names]
+            missing = writing(names)
             if not missing:
                 return True
             if leaving() or any(map(gone, missing)):
                 return False
-            if patience.is_over(_votes(names), partial(self._progress, names, ranks)):
+            if patience.is_over(-len(missing), partial(self._progress, names, range(1, world_size))):
                 return False
             backoff.pause()
+
+    def _writing(self, world_size: int) -> Callable[[Collection[str]], list[int]]:
+        """Return what tells, from names of the ranks' files, which other ranks may still write for the attempt.
+
+        After an appeal these are ranks without an answer that still wait for the verdict.
+        """
+        kind = ANSWER if self._storage.is_file(appeal_file(self.attempt)) else VOTE
+        ranks = range(1, world_size)
+        ends = {rank: {_name(rank_file("", rank, kind)), _name(left_file("", rank))} for rank in ranks}
+        return lambda names: [rank for rank in ranks if ends[rank].isdisjoint(names)]
 
     def cast(self, vote: Vote, first: Write | None = None, kind: str = VOTE) -> None:
         """Write this rank's vote: its last step for an attempt before it waits.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nxd_ckpt.commit import voting
-from nxd_ckpt.commit.voting import AttemptVotes
+from nxd_ckpt.commit.voting import ANSWER, AttemptVotes
 from nxd_ckpt.coordination import waiting
 from nxd_ckpt.coordination.control_files import alive_file, rank_file, verdict_file, votes_dir
 from nxd_ckpt.core.manifest import FileEntry
@@ -186,3 +186,15 @@ def test_a_slow_directory_does_not_put_a_rank_to_sleep(tmp_path: Path, clock: Cl
         AttemptVotes(storage, "run-1").collect(1, timeout=600.0)
     assert max(clock.slept) <= 2.0
     assert clock.now < 600 + 2 * 100 + 2
+
+
+def test_ranks_write_until_they_have_answered_an_appeal(storage: LocalStorage, clock: Clock) -> None:
+    """What they write for the attempt stays until then, or until they wait for no verdict any more."""
+    votes = AttemptVotes(storage, ATTEMPT)
+    ends = [partial(votes.cast, vote(rank)) for rank in range(3)]
+    ends += [partial(votes.appeal, []), partial(votes.cast, vote(1), kind=ANSWER), partial(votes.leave, 2, "t")]
+    over = []
+    for end in ends:
+        end()
+        over.append((votes.all_voted(3), votes.await_votes(3, 0.1, votes, lambda: False)))
+    assert [(False, False), (False, False), (True, True), (False, False), (False, False), (True, True)] == over

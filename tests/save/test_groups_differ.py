@@ -1,12 +1,17 @@
 """Param groups of replicas: those that are cut otherwise are refused at the save, those in another order come back."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 
-from nxd_ckpt import Checkpointer
+from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt.coordination.control_files import appeal_file
 from nxd_ckpt.live.state_names import groups_of
+from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refusal
 
@@ -44,6 +49,28 @@ def test_groups_of_other_parameters_are_refused(gloo_ranks: RankPool, tmp_path: 
 def test_groups_in_another_order_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Each rank's own options, in its own order."""
     assert [[0.1, 0.2], [0.1, 0.2], [0.2, 0.1], [0.1, 0.2]] == gloo_ranks.run(saved, tmp_path, False)
+
+
+def test_a_rank_that_still_answers_reports_the_cause_too(tmp_path: Path) -> None:
+    """What it writes stays until it has voted again: it reported that its index was gone."""
+    store, cleaned = LocalStorage(tmp_path), Event()
+
+    def late(operation: Operation) -> None:
+        if "/index/" in operation.key and store.is_file(appeal_file("run-1")):
+            assert cleaned.wait(60)
+
+    def save(rank: int) -> str:
+        storage = HookedStorage(store, late if rank == 1 else lambda operation: None)
+        at = Topology(dp=3, rank=rank)
+        with Checkpointer("run", storage=storage, topology=at, run_id="run") as checkpointer:
+            refused = refusal(lambda: checkpointer.save(1, *_made(rank, cut=True)))
+        if rank == 0:
+            cleaned.set()
+        return refused
+
+    with ThreadPoolExecutor(3) as threads:
+        for message in threads.map(save, range(3)):
+            assert "in a param group with other parameters than on rank 0" in message
 
 
 class _Name(str):
