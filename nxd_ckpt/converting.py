@@ -109,8 +109,8 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
         raise InvalidArgument(f"to={form!r} has names={' or '.join(map(repr, kinds))}; found {names!r}")
     if source.writer is Program.HUGGING_FACE and chosen.names is None and form == "tag":
         raise InvalidArgument(
-            f"{source.root.path} has the form of a Hugging Face model: pass names='own' (--names own) to keep its "
-            "names, as a job with transformers' layers has them, or names='nxd' (--names nxd) for NxD's"
+            f"{source.root.path} has the form of a Hugging Face model: pass names='own' (--names own) to keep the "
+            "names that are there, as a job with transformers' layers has them, or names='nxd' (--names nxd) for NxD's"
         )
     write, option_names = FORMS[form, names]
     _refuse_others(chosen, form, names, option_names)
@@ -133,8 +133,8 @@ def _guessed(dst: StrPath) -> Form:
     name = os.fspath(dst)
     if name.endswith(ARCHIVES):
         return "tar"
-    forms = ", ".join(dict.fromkeys(form for form, _ in FORMS))
-    raise InvalidArgument(f"output {name}: its name shows no form; pass to=, one of {forms}")
+    others = ", ".join(form for form in dict.fromkeys(form for form, _ in FORMS) if form != "tag")
+    raise InvalidArgument(f"output {name}: its name shows no form; pass to=, tag (nxd_ckpt's own) or one of {others}")
 
 
 def _refuse_others(chosen: ConvertOptions, form: Form, names: str, option_names: str) -> None:

@@ -35,7 +35,9 @@ def _run(args: argparse.Namespace) -> int:
     elif args.tag is not None:
         raise argparse.ArgumentTypeError("--all verifies every tag: leave out TAG")
     else:
-        documents = [_verify(args.dir, tag, args) for tag in tags_to_verify(args.dir, options)]
+        directory, single = locate(args.dir, None, options)
+        tags = tags_to_verify(directory, options) if single is None else [single]
+        documents = [_verify(directory, tag, args) for tag in tags]
         problems = [problem for document_of_tag in documents for problem in document_of_tag["problems"]]
         document = {"ok": not problems, "tags": documents}
         lines = chain(chain.from_iterable(map(_lines, documents)), _summary(documents))
@@ -69,7 +71,7 @@ def _verify(directory: str, tag: str | None, args: argparse.Namespace) -> dict[s
 
 
 def _advice(document: dict[str, Any]) -> Iterator[str]:
-    if document["problems"] and document["tag"]:
+    if document["problems"] and document["tag"] and document["verified_nbytes"]:  # else it may be no tag
         yield f"  nxd-ckpt verify --all {document['directory']} says which tags are undamaged, of which a load with"
         yield "  fallback=True takes the newest"
 
@@ -83,7 +85,10 @@ def _summary(documents: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     problems = document["problems"]
     where = "/".join(filter(None, (document["directory"], document["tag"])))
-    state = f"DAMAGED, {units.count(len(problems), 'problem')}" if problems else "ok"
+    is_digested = document["verified_nbytes"] or not document["nbytes"]
+    state = "ok" if is_digested else "readable, and without digests that could show damage"
+    if problems:
+        state = f"DAMAGED, {units.count(len(problems), 'problem')}"
     yield f"{where}: {state}"
     yield from (f"  problem: {problem}" for problem in problems)
     if not document["files"]:
@@ -197,7 +202,7 @@ def _doctor_lines(document: dict[str, Any]) -> Iterator[str]:
     if any(kind == "files" for _, kind in groups):
         yield f"  no tensor was examined; nxd-ckpt verify {document['tag']} lists what is damaged"
     else:
-        yield f"  {units.count(document['tensors'], 'tensor')}, {size(document['nbytes'])} were read and verified"
+        yield f"  {units.count(document['tensors'], 'tensor')}, {size(document['nbytes'])} were read"
     if not document["as_recorded"]:
         yield "  (names and cuts that you passed are not checked: exchanged names of equal shapes go unnoticed)"
 

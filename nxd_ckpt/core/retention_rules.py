@@ -184,8 +184,8 @@ def unknown_metrics(rules: Sequence[Rule], metrics: Mapping[str, Metrics]) -> li
     others = first_of(sorted(names)) or "no metrics"
     bests = [rule for rule in rules if isinstance(rule, Best) and metrics]
     return [
-        f"Best({best.metric!r}): no tag has the metric {listed([best.metric], names)}; tags have {others}, and saves "
-        "pass them as metrics={...}"
+        f"Best({best.metric!r}): no tag has the metric {listed([best.metric], names)}; tags have {others}; saves "
+        "pass metrics={...}, and rules of the command are METRIC:N"
         for best in bests
         if all(best.value(each) is None for each in metrics.values())
     ]

@@ -78,8 +78,8 @@ def size_advice(name: str) -> str:
     """Return advice for the tensor of this global name, such as "model/up.weight", if it has another shape now."""
     own = name.partition("/")[2].partition("/")[0]
     return (
-        "build the layer with the sizes of the save (such as in_features and out_features of nn.Linear), or leave it "
-        f"out with ignore_keys=['*/{own}']"
+        "build the layer with the sizes of the save (such as in_features and out_features of nn.Linear), or keep what "
+        f"the live one has, untrained, with ignore_keys=['*/{own}']"
     )
 
 
@@ -97,7 +97,7 @@ class ShapeProblems:
         """Raise the first ShapeMismatch, with the names of all."""
         errors = list(self._errors.values())
         if len(errors) > 1:
-            all_of_them = f". All are left out with ignore_keys={[f'*/{name}' for name in self._errors]}"
+            all_of_them = f". None is loaded with ignore_keys={[f'*/{name}' for name in self._errors]}"
             raise ShapeMismatch(
                 f"{errors[0]}. {len(errors)} tensors have other shapes: {first_of(self._errors)}"
                 f"{all_of_them if len(errors) <= _LISTED else ''}"

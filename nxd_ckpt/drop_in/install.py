@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from inspect import isfunction
 from multiprocessing import current_process
 from types import CellType, ModuleType
@@ -193,7 +194,9 @@ class _Installation:
             return []
         places = [one.place for one in replaced]
         if not _OURS.keys() <= sys.modules.keys():
-            places.append(f"{'the others' if replaced else 'all of them'} once they are imported")
+            is_absent = _NXD not in sys.modules and find_spec(_NXD) is None
+            here = f" ({_NXD} is not installed here)" if is_absent else ""
+            places.append(f"{'the others' if replaced else 'all of them'} as soon as they are imported{here}")
         return places
 
     def end(self) -> None:

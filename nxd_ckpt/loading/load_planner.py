@@ -425,8 +425,8 @@ class LoadPlanner:
                 raise OptimizerMismatch(
                     f"optimizer: the live param groups {first} and {number} were one group in {self._opened.where}. "
                     f"They differ now in {differ[0]} ({first_options.get(differ[0])!r} and {options[differ[0]]!r}), "
-                    "which a load would undo; build the groups as when it was saved, or keep the live options with "
-                    f"ignore_keys=[{PARAM_GROUPS!r}]"
+                    "which a load would undo; build the groups as when it was saved, or keep all live options, lr too, "
+                    f"with ignore_keys=[{PARAM_GROUPS!r}]: weights and state are loaded either way"
                 )
 
     def _completed(self, tree: dict[str, Any]) -> dict[str, Any]:

@@ -312,7 +312,7 @@ def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
                 of_file = (tensor for tensor in tensors if tensor.file == file)
                 read = partial(crc32_of, opened.storage, key, memory=memory, done=Counter())
                 changed = changed_tensors(of_file, read)
-                problems.append(f"{error}: its bytes changed{': ' if changed else ''}{first_of(sorted(changed))}")
+                problems.append(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}")
             except PartNotFound as error:
                 missing.append(entry)
                 problems.append(str(error))

@@ -101,7 +101,7 @@ def test_messages_name_options(run: Run, examples: Path, tmp_path: Path) -> None
     outcome = run("convert", "--to", "hf", examples / "zero1", tmp_path / "out")
     assert "as --config of convert; or pass --mapping" in outcome.err
     outcome = run("convert", examples / "zero1", tmp_path / "out")
-    assert "pass --to, one of tag, dcp, files, hf, torchtitan, tar" in outcome.err
+    assert "pass --to, tag (nxd_ckpt's own) or one of dcp, files, hf, torchtitan, tar" in outcome.err
 
 
 @pytest.mark.parametrize(

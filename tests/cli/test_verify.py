@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.cli.conftest import Run
 
@@ -40,6 +42,7 @@ def test_all_tags_are_verified(run: Run, copied: Path) -> None:
     assert (0, True) == (outcome.code, outcome.document["ok"])
     assert ["z_plain", "zero1", "cut"] == [found["tag"] for found in outcome.document["tags"]]
     assert run("verify", copied, "zero1", "--json").document == outcome.document["tags"][1]
+    assert run("verify", copied / "zero1", "--all", "--json").document["tags"] == outcome.document["tags"][1:2]
 
     (copied / "zero1" / "scheduler.pt").unlink()
     (copied / "z_plain" / "done").unlink()
@@ -89,3 +92,16 @@ def test_a_damaged_manifest_is_a_problem(run: Run, copied: Path) -> None:
     [problem] = outcome.document["problems"]
     assert (1, "cut", 0) == (outcome.code, outcome.document["tag"], outcome.document["verified_nbytes"])
     assert problem.startswith(f"{copied}/cut/manifest.json: not valid JSON")
+
+
+def test_what_has_no_digests_is_not_called_ok(run: Run, tmp_path: Path) -> None:
+    """A model of others can be read, and no more is known; advice about tags is none about it."""
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    save_file({"up.weight": torch.ones(2, 2)}, weights)
+    for command in (("verify",), ("verify", "--all")):
+        outcome = run(*command, weights.parent)
+        assert (0, True) == (outcome.code, "model: readable, and without digests that could show damage" in outcome.out)
+    weights.write_bytes(weights.read_bytes()[:-4])
+    outcome = run("verify", weights.parent)
+    assert (1, False) == (outcome.code, "fallback=True" in outcome.out)

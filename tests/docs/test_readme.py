@@ -96,7 +96,7 @@ def test_the_commands_after_the_quick_start_run() -> None:
     run(code_blocks(README, "python")[0], {})
     commands = re.findall(r"^\$ nxd-ckpt (.*)$", "".join(code_blocks(README, "console")), re.MULTILINE)
     assert [0] * 4 == [main(shlex.split(command)) for command in commands]
-    assert {"report.html", "whole"} <= {path.name for path in Path.cwd().iterdir()}
+    assert {"report.html", "out"} <= {path.name for path in Path.cwd().iterdir()}
 
 
 def test_the_badges_are_true() -> None:

@@ -98,14 +98,16 @@ def test_one_line_names_all_places(caplog: pytest.LogCaptureFixture):
     nxd_ckpt.install()
     (line,) = [record.getMessage() for record in caplog.records]
     assert "neuronx_distributed.trainer.checkpoint.save_checkpoint" in line
-    assert line.endswith(", the others once they are imported")
+    assert line.endswith(", the others as soon as they are imported")
 
 
-def test_one_short_line_if_nothing_is_imported(caplog: pytest.LogCaptureFixture):
-    """It may not even be installed: then no place is named."""
+def test_one_short_line_if_nothing_is_imported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """It may not even be installed: then no place is named, and the line says so."""
+    monkeypatch.setattr("nxd_ckpt.drop_in.install.find_spec", lambda name: None)
     nxd_ckpt.install()
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("neuronx_distributed's checkpoint functions: all of them once they are imported")
+    assert "neuronx_distributed's checkpoint functions: all of them as soon as they are imported" in line
+    assert line.endswith(" (neuronx_distributed is not installed here)")
 
 
 def test_out_of_reach_is_warned_of(caplog: pytest.LogCaptureFixture):
