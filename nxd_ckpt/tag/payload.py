@@ -172,6 +172,7 @@ def checked_dict(value: Any, what: str) -> dict[Any, Any]:
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
 _SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers", "schedulers")
+_PARTS = {"model": _MODEL_KEYS, "optimizer": _OPTIMIZER_KEYS, "scheduler": _SCHEDULER_KEYS}
 _STATE = "state"
 
 _COUNTS = ("step", "global_step", "epoch")
@@ -199,17 +200,12 @@ class Payload:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """Everything else: step, epoch, arguments."""
+        """Everything else: step, epoch, arguments; and of several optimizers or models those that were not taken."""
         if is_optimizer(self.content) or self._is_bare_model:
             return {}
-        part_keys = {*_MODEL_KEYS, *_OPTIMIZER_KEYS, *_SCHEDULER_KEYS}
-
-        # Of several optimizers only the script knows which one to use.
-        return {
-            key: value
-            for key, value in self.content.items()
-            if key not in part_keys or (value and _alone(value) is None)
-        }
+        taken = {self._key(keys) for keys in _PARTS.values()}
+        of_parts = {key for keys in _PARTS.values() for key in keys}
+        return {key: value for key, value in self.content.items() if key not in taken and (key not in of_parts or value)}
 
     @property
     def keys(self) -> list[str]:
@@ -228,8 +224,7 @@ class Payload:
         """The keys that were taken for each part, for people; "" for the state dict itself."""
         if self._is_bare_model or is_optimizer(self.content):
             return ""
-        parts = {"model": _MODEL_KEYS, "optimizer": _OPTIMIZER_KEYS, "scheduler": _SCHEDULER_KEYS}
-        found = [f"the {part} under {key!r}" for part, keys in parts.items() if (key := self._key(keys)) is not None]
+        found = [f"the {part} under {key!r}" for part, keys in _PARTS.items() if (key := self._key(keys)) is not None]
         rest = f"user content under {first_of(map(repr, self.rest))}" if self.rest else None
         return ", ".join([*found, *([] if rest is None else [rest])])
 

@@ -420,6 +420,19 @@ def test_files_of_two_saves_are_refused(tmp_path: Path, source: str) -> None:
         load_checkpoint(path, model=Net())
 
 
+@pytest.mark.parametrize("source", ["a file of torch for each", "ColossalAI", "chunks of torch"])
+def test_what_another_file_holds_too_is_refused(tmp_path: Path, source: str) -> None:
+    """An entry of the optimizer that the index gives to one file, and that another one has as well, or instead."""
+    chunks = files(unshard_strategy="chunks", size_per_shard="200B")
+    path = (chunks if source == "chunks of torch" else WITH_OPTIMIZER[source])(tmp_path / "there", trained())
+    index = next((path / ("optimizer" if source == "ColossalAI" else "optim")).glob("*index.json"))
+    first, second, *_ = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+    (index.parent / first).write_bytes((index.parent / second).read_bytes())
+    model = Net()
+    with pytest.raises(CorruptCheckpoint, match="two saves"):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
 @pytest.mark.parametrize("source", MODEL_ONLY)
 def test_what_has_no_optimizer_says_so(tmp_path: Path, source: str) -> None:
     """Before anything changes."""
@@ -444,6 +457,10 @@ def test_what_was_taken_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
     path = SOURCES["Lightning"](tmp_path / "there", trained())
     load_checkpoint(path, model=Net())
     assert "the model under 'state_dict', the optimizer under 'optimizer_states'" in caplog.text
+    two_optimizers = {**lightning(trained()), "optimizer": trained()[1].state_dict(), "scheduler": None}
+    content = load_checkpoint(file_of("x.ckpt", lambda job: two_optimizers)(tmp_path / "two", trained()), model=Net())
+    assert content["optimizer_states"][0]["state"], "one is taken, and the other is user content"
+    assert "scheduler" not in content
     load_checkpoint(SOURCES["the only file"](tmp_path / "alone", trained()), model=Net())
     assert "alone holds no tags: its file alone/x.pt is loaded" in caplog.text
 

@@ -14,7 +14,7 @@ tests/migrate/sources.md has the sources.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.weight_files import by_index, find_weights, has_weights, tensors_of
-from nxd_ckpt.tag.payload import Payload, PayloadFile, payload_of
+from nxd_ckpt.tag.payload import Payload, PayloadFile, checked_dict, payload_of
 
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
@@ -106,16 +106,15 @@ def _placed(
     files: TagFiles, folder: str, places: Mapping[Any, str], read: Callable[[str], Mapping[Any, Any]]
 ) -> dict[Any, Any]:
     """Return what the files of an index hold, each read by ``read``. Raises MalformedFile if it says otherwise."""
-    found: dict[Any, Any] = {}
-    for file in dict.fromkeys(places.values()):
-        found |= read(f"{folder}{file}")
-    other = sorted(map(str, found.keys() ^ places.keys()))
+    by_file = {file: read(f"{folder}{file}") for file in dict.fromkeys(places.values())}
+    held = {(key, file) for file, values in by_file.items() for key in values}
+    other = sorted({str(key) for key, _ in held ^ places.items()})
     if other:
         raise MalformedFile(
             f"{files.where(folder)}: its index and its files differ in {first_of(other)}; the directory mixes files of "
             "two saves"
         )
-    return found
+    return {key: value for values in by_file.values() for key, value in values.items()}
 
 
 def _tree(files: TagFiles, file: str) -> dict[str, Any]:
@@ -164,23 +163,32 @@ def _unsharded(files: TagFiles, mark: str) -> dict[str, Any]:
     else:
         places = by_index(files, mark)
         if not any(file.endswith(".safetensors") for file in places.values()):
-            return _of_chunks(files, dict.fromkeys(f"{folder}{file}" for file in places.values()))
+            return _of_chunks(files, folder, places)
         tensors = _placed(files, folder, places, files.safetensors)
     content = _json(files, document) if files.has(document) else {}
     by_path = {tuple(name.removeprefix(_STATE).rsplit(".", 1)): stub for name, stub in tensors.items()}
     return _by_name(content, content.get("state", {}), by_path)
 
 
-def _of_chunks(files: TagFiles, chunks: Iterable[str]) -> dict[str, Any]:
-    """Return the state dict whose entries are in ``chunks``, each a part of it."""
-    state: dict[Any, Any] = {}
-    whole: dict[str, Any] = {}
-    for chunk in chunks:
-        tree = _tree(files, chunk)
-        whole |= tree
-        for name, entries in tree.get("state", {}).items():
-            state[name] = {**state.get(name, {}), **entries} if isinstance(entries, dict) else entries
-    return {**whole, "state": state}
+def _of_chunks(files: TagFiles, folder: str, places: Mapping[str, str]) -> dict[str, Any]:
+    """Return the state dict whose entries, such as ``state.NAME.exp_avg``, are in files that are each a part of it."""
+
+    def parts(file: str) -> dict[str, tuple[list[Any], Any]]:
+        tree = _tree(files, file)
+        paths = [([key], value) for key, value in tree.items() if key != "state"]
+        for name, state in checked_dict(tree.get("state", {}), f"{files.where(file)}: state").items():
+            is_parameters = isinstance(state, dict) and f"{_STATE}{name}" not in places
+            entries = [([name, key], value) for key, value in state.items()] if is_parameters else [([name], state)]
+            paths += [(["state", *path], value) for path, value in entries]
+        return {".".join(map(str, path)): (path, value) for path, value in paths}
+
+    whole: dict[str, Any] = {"state": {}}
+    for (*above, key), value in _placed(files, folder, places, parts).values():
+        entries = whole
+        for each in above:
+            entries = entries.setdefault(each, {})
+        entries[key] = value
+    return whole
 
 
 def _by_name(content: Mapping[str, Any], state: Mapping[str, Any], tensors: Mapping[Any, TensorStub]) -> dict[str, Any]:
