@@ -205,7 +205,8 @@ class Payload:
             return {}
         taken = {self._key(keys) for keys in _PARTS.values()}
         of_parts = {key for keys in _PARTS.values() for key in keys}
-        return {key: value for key, value in self.content.items() if key not in taken and (key not in of_parts or value)}
+        rest = {key: value for key, value in self.content.items() if key not in taken}
+        return {key: value for key, value in rest.items() if value or key not in of_parts}
 
     @property
     def keys(self) -> list[str]:
