@@ -21,6 +21,7 @@ FORKED = multiprocessing.get_context("forkserver")
 # torch-xla is left out where it is not installed. Its import starts no thread and touches no device.
 FORKED.set_forkserver_preload(
     [
+        "tests.support.uncollected",  # the first
         "boto3",
         "pytest",
         "torch._dynamo",
@@ -96,8 +97,9 @@ def run_ranks(source: str, *arguments: Sequence[object]) -> list[CompletedProces
 
 
 _TO_THEIR_ENDS = """
-import os, sys
+import gc, os, sys
 import torch.distributed.checkpoint
+gc.freeze()
 directory, *names = sys.argv[1:]
 children = {}
 for name in names:
