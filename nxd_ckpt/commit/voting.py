@@ -221,8 +221,8 @@ class AttemptVotes:
         """Tell the other ranks, on rank 0, which claims do not hold: each saves what it has of these for itself."""
         self._note(appeal_file(self.attempt), keys)
 
-    def publish_digests(self, rank: int, digests: Mapping[str, Mapping[str, int]]) -> None:
-        """Tell the other ranks the digests, by claim and name, of what this rank wrote for them too."""
+    def publish_digests(self, rank: int, digests: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell the other ranks the digests, by claim and name, of what this rank wrote for them too; or its forms."""
         self._note(digests_file(self.attempt, rank), digests)
 
     def digests_of(self, rank: int, timeout: float, gone: Callable[[], bool] = lambda: False) -> Any:

@@ -27,6 +27,9 @@ WHOLE, SAMPLES = "whole", "samples"
 VALUES = " values"
 """End of what a claim is about, if that is no tensors."""
 
+FORMS = "forms"
+"""What an appeal asks a rank for that holds other tensors than its replica."""
+
 _USER_CONTENT = f"0|user_content{VALUES}|{WHOLE}"
 """The claim of user content, of which a tag has rank 0's, for all."""
 
@@ -207,19 +210,33 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
     require_one_plan(votes)
     for vote in votes:
         _raise_loss_of(vote, votes)
-        leader = _leader(vote.rank, topology) if leader_of is None else leader_of[vote.rank]
-        if vote.replica != votes[leader].replica and leader_of is not None:
-            raise RanksDisagree(
-                f"ranks {leader} and {vote.rank} held the same tensors on the same meshes at the first save, but now "
-                "their states differ in names, shapes, dtypes or placements; tensors would be missing or written "
-                "twice. Make the states equal, or restart the job"
-            )
-        if vote.replica != votes[leader].replica:
-            raise RanksDisagree(
-                f"ranks {leader} and {vote.rank} are replicas of each other (same tp, pp and ep rank), but hold models "
-                "or optimizers of other parameters, names, shapes or dtypes, or in another order: some tensors would "
-                f"be missing or written twice; {REPLICAS_ALIKE}"
-            )
+    pair = unlike([vote.replica for vote in votes], topology, leader_of)
+    if pair is not None and leader_of is not None:
+        raise RanksDisagree(
+            f"ranks {pair[0]} and {pair[1]} held the same tensors on the same meshes at the first save, but now "
+            "their states differ in names, shapes, dtypes or placements; tensors would be missing or written "
+            "twice. Make the states equal, or restart the job"
+        )
+    if pair is not None:
+        raise RanksDisagree(
+            f"ranks {pair[0]} and {pair[1]} are replicas of each other (same tp, pp and ep rank), but hold models "
+            "or optimizers of other parameters, names, shapes or dtypes, or in another order: some tensors would "
+            f"be missing or written twice; {REPLICAS_ALIKE}"
+        )
+
+
+def unlike(
+    replicas: Sequence[str | None], topology: Topology, leader_of: Mapping[int, int] | None = None
+) -> tuple[int, int] | None:
+    """Return two ranks that share the writing of one replica, with other digests of it; None if there are none.
+
+    ``replicas`` are the digests of all ranks, ``leader_of`` as for `judge`.
+    """
+    for rank, replica in enumerate(replicas):
+        leader = _leader(rank, topology) if leader_of is None else leader_of[rank]
+        if replica != replicas[leader]:
+            return leader, rank
+    return None
 
 
 def require_one_plan(votes: Sequence[Vote]) -> None:

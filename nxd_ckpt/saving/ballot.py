@@ -24,12 +24,15 @@ from nxd_ckpt.core.names import folders_of
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import goes_back, latest
 from nxd_ckpt.core.votes import (
+    FORMS,
+    WHOLE,
     Claim,
     Verdict,
     Vote,
     disputed,
     raise_error_of,
     require_one_plan,
+    unlike,
     with_other_user_content,
 )
 from nxd_ckpt.errors import (
@@ -42,6 +45,7 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.replica_check import lines_of, refuse_lines
 from nxd_ckpt.saving.replicas import Own
 from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.saving.staging import stage_and_write
@@ -311,6 +315,7 @@ class Ballot:
     def _after_appeal(self, votes: Sequence[Vote]) -> Sequence[Vote]:
         """Return the votes, on rank 0, after ranks that hold other values than who writes them saved their own."""
         require_one_plan(votes)  # before their values are compared, which are those of different saves otherwise
+        self._refuse_other_forms(votes)
         keys = disputed(votes)
         if not keys:
             return votes
@@ -338,6 +343,24 @@ class Ballot:
         self._know(name for vote in votes for name in vote.per_rank)
         return votes
 
+    def _refuse_other_forms(self, votes: Sequence[Vote]) -> None:
+        """Raise RanksDisagree with the tensor, on rank 0, if two ranks that share the writing do not hold the same."""
+        session = self._session
+        plan = self._attempt.plan
+        groups = None if plan is None else plan.groups
+        leader_of = None if groups is None else {rank: group.ranks[0] for group in groups for rank in group.ranks}
+        pair = unlike([vote.replica for vote in votes], session.topology, leader_of)
+        if pair is None or plan is None:
+            return
+        keys = {rank: Claim(rank, FORMS, WHOLE).key for rank in pair}
+        self._votes.appeal([*keys.values()])
+        forms = {keys[0]: lines_of(plan)} if 0 in pair else {}
+        for rank in filter(None, pair):
+            forms |= self._votes.digests_of(rank, session.timeout, partial(session.is_gone, rank))
+        if len(forms) < len(pair):
+            self._collect(ANSWER)  # with the error of the rank that could not tell
+        refuse_lines([(rank, forms[key]) for rank, key in keys.items()], on_mesh=groups is not None)
+
     @property
     def _known(self) -> tuple[str, ...]:
         plan = self._attempt.plan
@@ -358,7 +381,9 @@ class Ballot:
         try:
             if attempt.error is None and plan is not None and plan.replicas is not None and writer is not None:
                 replicas = plan.replicas
-                published = replicas.published(keys, writer.blocks)
+                published: dict[str, Any] = replicas.published(keys, writer.blocks)
+                forms = Claim(self._rank, FORMS, WHOLE).key
+                published |= {forms: lines_of(plan)} if forms in published else {}
                 if published:
                     self._votes.publish_digests(self._rank, published)
                 theirs: dict[str, Any] = {}

@@ -49,9 +49,9 @@ class SavePlan:
     """Files that this rank writes into the tag, and its report on them to the others (see core.votes.Vote).
 
     ``shared`` are its files of model and optimizer, ``objects`` those of scheduler, user content and rank content.
-    ``groups`` are those of a mesh job, ``mesh`` a leader's description of its group. ``copies`` are the tensors that
-    other ranks hold too, ``writers`` the ranks that write the values of each part for all. A plan of several ranks has
-    its ``replicas``, and what is ``staged`` for them and not written.
+    ``groups`` are those of a mesh job, ``mesh`` describes this rank's own, which it may lead (``leads``). ``copies``
+    are the tensors that other ranks hold too, ``writers`` the ranks that write the values of each part for all. A plan
+    of several ranks has its ``replicas``, and what is ``staged`` for them and not written.
     """
 
     shared: tuple[PlannedFile, ...]
@@ -63,6 +63,7 @@ class SavePlan:
     left_out: Sequence[str] = ()
     groups: Sequence[MeshGroup] | None = None
     mesh: MeshRecord | None = None
+    leads: bool = False
     copies: tuple[Replica, ...] = ()
     writers: Mapping[str, int] = field(default_factory=dict)
     replicas: Replicas | None = None
@@ -209,7 +210,8 @@ def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]
         optimizer_names=state.optimizer_names if plan.leads else None,
         left_out=state.left_out,
         groups=groups,
-        mesh=plan.record if plan.leads else None,
+        mesh=plan.record,
+        leads=plan.leads,
         copies=tuple(_with_places(plan.copies(), files)),
         writers=dict.fromkeys(state.trees(), group.ranks[0]) | {"scheduler": 0},
     )

@@ -13,7 +13,7 @@ from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mesh import Mesh, MeshGroup, MeshPlace, OutsideOfGroup, RankStructure, groups_of, ravelled
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.votes import REPLICAS_ALIKE, Claim
+from nxd_ckpt.core.votes import REPLICAS_ALIKE, Claim, unlike
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.state import SaveState
@@ -48,20 +48,31 @@ def refuse_other_forms(agreement: Agreement, summary: MeshSummary, replica: str,
     ``replica`` is their digest in this rank's plan.
     """
     digests = agreement.gather(replica)
-    ask = decided_by_rank0(agreement, lambda: _unlike(digests or [], topology))
+    ask = decided_by_rank0(agreement, lambda: unlike(digests or [], topology))
     if ask:
         lines = {**summary.lines, **{f"optim/{name}": [] for name in summary.state.optimizer_names or ()}}
         gathered = agreement.gather(lines if agreement.rank in ask else None) or []
         decided_by_rank0(agreement, lambda: _refuse([(rank, gathered[rank] or {}) for rank in ask], REPLICAS_ALIKE))
 
 
-def _unlike(digests: Sequence[str], topology: Topology) -> list[int]:
-    """Return two replicas of other digests; nothing if there are none."""
-    for rank, digest in enumerate(digests):
-        leader = topology.rank_of(topology.writer_of(topology.coordinates_of(rank)))
-        if digests[leader] != digest:
-            return [leader, rank]
-    return []
+def lines_of(plan: SavePlan) -> dict[str, list[Any]]:
+    """Return the lines of what this rank and others hold, as a `MeshSummary` has them, from a later save's plan."""
+    if plan.mesh is not None:
+        layouts = [[split and [split.dim, split.split] for split in each.placements] for each in plan.mesh.layouts]
+        return {
+            each.name: [each.dtype, list(each.shape), layouts[number] if any(layouts[number]) else None, number]
+            for each in plan.mesh.tensors
+            if (number := each.layout) is not None
+        }
+    values = () if plan.replicas is None else plan.replicas.values
+    parameters = [name for each in values if each.part == "optimizer" for name in each.parameters or ()]
+    lines: _Lines = {copy.name: [copy.form[0], list(copy.form[1]), None, None] for copy in plan.copies}
+    return {**lines, **{f"optim/{name}": [] for name in parameters}}
+
+
+def refuse_lines(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> None:
+    """Raise RanksDisagree with the difference between the lines of two ranks that must hold the same tensors."""
+    _refuse(lines_of_ranks, _MESH_ALIKE if on_mesh else REPLICAS_ALIKE)
 
 
 class MeshSummary:

@@ -260,7 +260,8 @@ class FileWriter:
             for written in self._in_order()
             if (tree := written.planned.tree) is not None
         }
-        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, plan.mesh, trees)
+        mesh = plan.mesh if plan.leads else None
+        return RankIndex(at, files, tuple(tensors), plan.parameters, plan.optimizer_names, mesh, trees)
 
     def blocks(self, place: tuple[int, int]) -> list[int]:
         """Return the CRC-32s of the blocks of a storage that was written: of a file, by their numbers."""

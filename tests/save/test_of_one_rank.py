@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
@@ -205,37 +207,67 @@ FORMS: dict[str, Any] = {
 }
 
 
-def other_form(rank: int, directory: Path, part: str, is_dtype: bool) -> str:
-    """What a save of a tensor of another form on rank 2 says."""
+def other_form(rank: int, directory: Path, part: str, is_dtype: bool, is_later: bool) -> str:
+    """What a save of a tensor of another form on rank 2 says, the first one or a later one."""
     own = _full(1)
     if rank == 2:
         own = own.double() if is_dtype else torch.ones(3)
     with Checkpointer(directory) as checkpointer:
+        if is_later:
+            checkpointer.save(0, *FORMS[part](_full(1)))
         return refusal(lambda: checkpointer.save(1, *FORMS[part](own)))
 
 
+@pytest.mark.parametrize("is_later", [False, True])
 @pytest.mark.parametrize("is_dtype", [False, True])
 @pytest.mark.parametrize("part", FORMS)
-def test_a_tensor_of_another_form_is_named(gloo_ranks: RankPool, tmp_path: Path, part: str, is_dtype: bool) -> None:
+def test_a_tensor_of_another_form_is_named(
+    gloo_ranks: RankPool, tmp_path: Path, part: str, is_dtype: bool, is_later: bool
+) -> None:
     """Of thousands, nobody finds it by digests."""
     form = "float64 (2,)" if is_dtype else "float32 (3,)"
-    for message in gloo_ranks.run(other_form, tmp_path, part, is_dtype):
+    for message in gloo_ranks.run(other_form, tmp_path, part, is_dtype, is_later):
         assert f"/w is a plain tensor of float32 (2,) on rank 0, and a plain tensor of {form} on rank 2" in message
         assert "so differ" in message
         assert "/late;" in message
 
 
-def other_parameters(rank: int, directory: Path) -> str:
+def other_parameters(rank: int, directory: Path, is_later: bool) -> str:
     """What a save says where the optimizer of rank 2 lacks a parameter, and has no state yet."""
     model = torch.nn.Linear(2, 2)
     with Checkpointer(directory) as checkpointer:
+        if is_later:
+            checkpointer.save(0, model, torch.optim.SGD(model.parameters()))
         return refusal(lambda: checkpointer.save(1, model, torch.optim.SGD(list(model.parameters())[rank == 2 :])))
 
 
-def test_a_parameter_of_one_optimizer_is_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_parameter_of_one_optimizer_is_named(gloo_ranks: RankPool, tmp_path: Path, is_later: bool) -> None:
     """It has no tensor to be compared."""
-    for message in gloo_ranks.run(other_parameters, tmp_path):
+    for message in gloo_ranks.run(other_parameters, tmp_path, is_later):
         assert "optim/weight is a parameter on rank 0, and not there on rank 2" in message
+
+
+def other_buffer(rank: int, directory: Path) -> list[str]:
+    """What async saves of DTensors say before and after rank 2 got one more buffer, and after it lost that again."""
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    messages = []
+    with Checkpointer(directory) as checkpointer:
+        for step in range(3):
+            model._buffers.pop("late", None)
+            if (rank, step) == (2, 1):
+                model.register_buffer("late", torch.ones(5))
+            pending = checkpointer.save(step, model, async_save=True)
+            messages.append(refusal(pending.wait))
+    return messages
+
+
+def test_a_buffer_that_one_rank_of_a_mesh_gets_later_is_named(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """Nothing was said of it but that states differ; the next save works."""
+    for first, later, last in gloo_ranks.run(other_buffer, tmp_path):
+        assert ("", "") == (first, last)
+        assert "model/late is not there on rank 0, and a plain tensor of float32 (5,) on rank 2" in later
 
 
 class Pair(NamedTuple):

@@ -314,14 +314,14 @@ def of_rank_0(rank: int, directory: Path) -> list[Any]:
     """What comes back of an object that rank 0 alone saves, and where a load asks for it on all ranks."""
     model, one = torch.nn.Linear(2, 2), Object()
     optimizer = torch.optim.SGD(model.parameters())
-    own, steps = {"state": {"one": one}} if rank == 0 else {}, []
+    own, steps = {"one": one} if rank == 0 else None, []
     with Checkpointer(directory) as checkpointer:
         for step in (1, 2, 3):
             one.state = {"step": step}
-            checkpointer.save(step, model, optimizer, **own, async_save=step == 3)
+            checkpointer.save(step, model, optimizer, state=own, async_save=step == 3)
             checkpointer.wait()
             one.state = {}
-            checkpointer.load(step, model, optimizer, **own)
+            checkpointer.load(step, model, optimizer, state=own)
             steps.append(one.state.get("step"))
         return [steps, refusal(lambda: checkpointer.load(1, model, optimizer, state={"one": one}))]
 
