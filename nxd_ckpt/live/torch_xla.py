@@ -7,6 +7,7 @@ about torch-xla's behaviour were measured on 2.9 (PJRT CPU), with its ``CompileT
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,19 +36,39 @@ def is_running() -> bool:
     return "torch_xla" in sys.modules and bool(_loaded()._XLAC._xla_runtime_is_initialized())
 
 
-def sync() -> None:
+def sync(tensors: Sequence[torch.Tensor] | None = None) -> None:
     """Finish pending device work, if this process uses XLA devices at all.
 
     All of it, as the training loop's own step mark does: a graph cut to some tensors would be one more compilation.
     But without marking a step: that moves the random seed on, and a run that saves would draw other numbers than one
     that does not.
+
+    Beside the main thread only if there is any for ``tensors``: the main thread may be in the middle of a step of
+    another model, whose tensors torch-xla would lose. All ranks must decide alike, as that work may be collective.
+
+    Raises UnsupportedState if torch-xla cannot do it.
     """
-    if is_running():
-        library = _loaded()._XLAC
-        device = library._xla_get_default_device()
+    if not is_running() or (tensors is not None and not _has_pending(tensors)):
+        return
+    library = _loaded()._XLAC
+    device = library._xla_get_default_device()
+    try:
         library._xla_sync_live_tensors(device, [], True)
-        # The token that orders collectives refers to the work just done, whose donated inputs are gone.
-        library._set_all_reduce_token(device, None)
+    except RuntimeError as error:
+        raise UnsupportedState(
+            f"torch-xla could not finish the pending work on {device} ({str(error).strip()}): it loses tensors if "
+            "another thread makes steps meanwhile, those of the steps too. Save in the thread that makes them, where "
+            "async_save=True writes in the background; or mark the step (torch_xla.sync()) of what is saved before "
+            "other steps begin, and save in a thread beside the main one. Start again from the last tag"
+        ) from error
+    # The token that orders collectives refers to the work just done, whose donated inputs are gone.
+    library._set_all_reduce_token(device, None)
+
+
+def _has_pending(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether there may be pending work for ``tensors``; True on the main thread."""
+    look = getattr(_loaded()._XLAC, "_check_tensor_need_materialization", None)
+    return threading.current_thread() is threading.main_thread() or look is None or any(look(list(tensors)))
 
 
 def random_state() -> tuple[int, int]:

@@ -160,7 +160,7 @@ class Pipeline:
         nbytes = max(map(end_of, planned.waves), default=0)
         stager = self._stager = buffers.take(self, nbytes, self._cap(), self._stager)
         try:
-            torch_xla.sync()
+            torch_xla.sync(planned.plan.tensors)
             if planned.plan.replicas is not None:
                 planned.plan.replicas.stays = awaited is None
             total = sum(map(end_of, planned.waves))

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
@@ -77,6 +79,12 @@ class SavePlan:
     def staged_files(self) -> tuple[PlannedFile, ...]:
         """The files, and last, if there is any, what is staged and not written."""
         return self.files if self.staged is None else (*self.files, self.staged)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All live tensors of the state, also those that another rank writes."""
+        own = () if self.replicas is None else self.replicas.tensors.values()
+        return [tensor for some in (*own, *(each.image.tensors for each in self.files)) for tensor in some]
 
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
         """Return the facts that all ranks must agree on for this save.

@@ -1,9 +1,12 @@
 """Transfers and the real ZeroRedundancyOptimizer on an XLA device: bit for bit, and without compiling anything."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 import nxd_ckpt
+from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
 from nxd_ckpt.live import torch_xla as xla
 from nxd_ckpt.live.named_models import open_model
@@ -227,3 +230,33 @@ def test_parameters_stay_the_same_objects():
     assert net[0].weight is weight
     assert {} == model.destinations(["0.weight"])
     assert [[1.0] * 3] * 5 == weight.detach().cpu().tolist()
+
+
+def test_a_save_beside_the_main_thread_leaves_its_pending_work_alone(tmp_path):
+    """A half of another model's step: torch-xla lost its tensors, and those of all later steps."""
+    saved, stepped = _model(), _model()
+    optimizer = _optimizer(stepped)
+    _train(stepped, optimizer, 2)
+    stepped(torch.ones(1, 3, device=_device())).sum().backward()
+    before = xla.compile_count()
+    with ThreadPoolExecutor(1) as thread, nxd_ckpt.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            thread.submit(checkpointer.save, step, saved).result()
+    assert before == xla.compile_count()
+    optimizer.step()
+    loaded: dict[str, torch.Tensor] = {}
+    nxd_ckpt.load_checkpoint(tmp_path, 2, loaded)
+    assert plain([*saved.state_dict().values()]) == plain([*loaded.values()])
+
+
+def test_an_error_of_torch_xla_says_what_to_do(tmp_path, monkeypatch):
+    """Its own says nothing but that a check failed."""
+    import torch_xla
+
+    def fail(*_):
+        raise RuntimeError("Check failed: tensor_data: ")
+
+    monkeypatch.setattr(torch_xla._XLAC, "_xla_sync_live_tensors", fail)
+    checkpointer = nxd_ckpt.Checkpointer(tmp_path)
+    with checkpointer, pytest.raises(CheckpointError, match=r"tensor_data:\): it loses tensors if another thread"):
+        checkpointer.save(1, _model())
