@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from nxd_ckpt.core.data_position import Position, check_position, is_data_position, position
 from nxd_ckpt.core.option_classes import takes
@@ -306,6 +306,17 @@ def _place(loader: Any, sampler: ElasticSampler, state: Any) -> dict[str, Any] |
         return sampler_state
     size = 1 if loader.batch_sampler is None else getattr(loader.batch_sampler, "batch_size", None)
     return None if size is None else sampler_state | {"consumed": sampler_state["consumed"] + later * size * sampler.dp}
+
+
+def is_of_share(loader: Any, state: Any) -> bool:
+    """Return whether the ``state`` of a loader counts for its rank's share of the data alone, as far as is known.
+
+    So do all of torch's and torchdata's, except those over an `ElasticSampler` that have no batches on the way.
+    """
+    of_torchdata = any(base.__module__.partition(".")[0] == "torchdata" for base in type(loader).__mro__)
+    if not of_torchdata and not isinstance(loader, (DataLoader, IterableDataset)):
+        return False
+    return _sampler_of(loader) is None or any(_all(state, _STEPS_SINCE))
 
 
 def _samplers(state: Any) -> Iterator[dict[str, Any]]:

@@ -45,6 +45,7 @@ from nxd_ckpt.loading.parts import (
     own_content,
     part_names,
     refuse_forgotten,
+    refuse_other_shares,
     require_taken,
     warn_of_forgotten,
     with_scheduled_rates,
@@ -365,6 +366,7 @@ class PreparedLoad:
         if self._scheduler is not None:
             self._scheduler_state = trees.rank_state.put_into("scheduler", self._scheduler_state, None)
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
+        refuse_other_shares(self._scheduler, self._scheduler_state, opened, request.topology)
         self._scheduler_state = map_tensors(
             self._scheduler_state, lambda own: strided(opened.read(own), stored_stride(own)), TensorStub
         )

@@ -31,7 +31,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.formats.memory import TENSORS
 from nxd_ckpt.formats.tensors import TensorReference
-from nxd_ckpt.live.data_position import is_random_state
+from nxd_ckpt.live.data_position import is_of_share, is_random_state
 from nxd_ckpt.live.ignoring import RANDOM_STATE
 from nxd_ckpt.live.named import NamedObjects, named_states, state_of
 from nxd_ckpt.loading.filters import Filter
@@ -133,6 +133,19 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
     if live is not None and counts[0] != counts[1]:
         forms = ["one scheduler" if count is None else f"a list of {count}" for count in counts]
         raise IncompatibleState(f"scheduler: {where} holds {forms[1]}, the live one is {forms[0]}; pass the same form")
+
+
+def refuse_other_shares(live: Any, saved: Any, opened: OpenTag, topology: Topology) -> None:
+    """Raise IncompatibleState for a data loader by name if the data is shared among other ranks than at the save."""
+    saved_dp = opened.topology.dp
+    for name, one in live.items() if isinstance(live, NamedObjects) and saved_dp != topology.dp else ():
+        if is_of_share(one, saved[OBJECTS][name]):
+            raise IncompatibleState(
+                f"{opened.where}: state[{name!r}] is the position of a {type(one).__name__} in one rank's share of the "
+                f"data, of dp={saved_dp}; this job has dp={topology.dp}, where samples would be lost or read twice. "
+                "Leave it out with ignore_keys='scheduler', and pass rank_content= with capture_data_position() of an "
+                "ElasticSampler or of DataStreams, which any dp takes"
+            )
 
 
 _TORCHS = ("torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.amp.grad_scaler")

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from nxd_ckpt import (
+    Checkpointer,
     DataStreams,
     ElasticSampler,
     Topology,
@@ -25,6 +26,7 @@ from nxd_ckpt.core.data_position import check_position, merge_positions, positio
 from nxd_ckpt.core.names import rank_content_file
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, MalformedFile
 from tests.interop.saving import save_as_every_rank
+from tests.support.refusals import refusal
 
 SAMPLES, BATCH = 96, 2
 CHANGES = [(4, 5), (3, 4), (8, 7), (8, 7)]
@@ -357,3 +359,47 @@ def test_a_position_that_an_iterator_would_not_see_is_refused() -> None:
     for loader in (begun, StatefulDataLoader(list(range(8)), batch_size=2)):
         restore_data_position(loader, position)
         assert expected == next(iter(loader)).tolist()
+
+
+class Own(IterableDataset[int]):
+    """A dataset that shares its samples out among ranks by itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(SAMPLES)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 4}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+OBJECTS: dict[str, tuple[Make, bool]] = {
+    "a loader of a dataset without an index": (lambda dp, rank: StatefulDataLoader(Own(), batch_size=BATCH), True),
+    "a loader of one with an index": (lambda dp, rank: StatefulDataLoader(Numbers(), batch_size=BATCH), True),
+    "a dataset": (lambda dp, rank: Own(), True),
+    "an ElasticSampler": (lambda dp, rank: ElasticSampler(SAMPLES, dp=dp, dp_rank=rank), False),
+    "a loader over one": (
+        lambda dp, rank: StatefulDataLoader(
+            Numbers(), batch_size=BATCH, sampler=ElasticSampler(SAMPLES, dp=dp, dp_rank=rank)
+        ),
+        False,
+    ),
+}
+"""Objects of state=, whose states are equal on all ranks, and whether a load on another dp refuses them."""
+
+
+@pytest.mark.parametrize(("make", "is_refused"), OBJECTS.values(), ids=OBJECTS)
+def test_loaders_that_are_passed_by_name_are_refused_on_another_dp(
+    tmp_path: Path, make: Make, is_refused: bool
+) -> None:
+    """Each rank is at the same number of samples, of its own share: they were loaded like any other object."""
+    live = make(1, 0)
+    next(iter(live))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {}, state={"loader": live})
+        checkpointer.load(1, state={"loader": make(1, 0)})
+    with Checkpointer(tmp_path, topology=Topology(dp=2, rank=1)) as other:
+        refused = refusal(lambda: other.load(1, state={"loader": make(2, 1)}))
+    assert is_refused == ("state['loader'] is the position of a" in refused)
+    assert is_refused == bool(refused)
