@@ -38,6 +38,7 @@ _OF_OBJECTS = f"0|{OBJECTS}{VALUES}|{WHOLE}"
 
 _BESIDE = {
     "user_content": "user_content=",
+    "files": "files=",
     **dict.fromkeys(("scheduler", OBJECTS), "a scheduler, or objects in state="),
 }
 """Words for the parts that one rank writes for all, beside model and optimizer."""

@@ -25,6 +25,7 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import goes_back, latest
 from nxd_ckpt.core.votes import (
     FORMS,
+    VALUES,
     WHOLE,
     Claim,
     Verdict,
@@ -230,6 +231,9 @@ class Ballot:
         timings = self._attempt.timings
         if error is not None or plan is None or writer is None:
             return self._files.failed_vote(error or CheckpointError("nothing was staged"))
+        claims = {} if plan.replicas is None else plan.replicas.summary(writer.blocks)
+        if self._attempt.request.options.files:  # rank 0's are taken, whichever they are
+            claims[Claim(0, f"files{VALUES}", WHOLE).key] = 0
         return Vote(
             self._rank,
             plan=plan.agreed(self._tag, self._session.topology),
@@ -242,7 +246,7 @@ class Ballot:
             host=effects.processes().partition("/")[0],
             chunks=writer.chunks() if self._rank > 0 else (),
             duplicated=writer.duplicated_nbytes,
-            claims={} if plan.replicas is None else plan.replicas.summary(writer.blocks),
+            claims=claims,
             per_rank=() if plan.replicas is None else tuple({*plan.replicas.own.names, *self._own.names}),
             lost=tuple(self._own.lost),
             rank_content=plan.parts.rank_content,

@@ -201,6 +201,23 @@ def test_user_content_of_another_rank_alone_is_refused(gloo_ranks: RankPool, tmp
         assert "rank 1 saves user_content=, and rank 0, which writes that for all, has none" in messages[0]
 
 
+def files(rank: int, directory: Path, ranks: list[int]) -> str:
+    """What a save says that is given a file on these ranks."""
+    note = directory / f"note_{rank}"
+    note.write_text(f"of rank {rank}")
+    with Checkpointer(directory / "run") as checkpointer:
+        given = {"note": str(note)} if rank in ranks else None
+        return refusal(lambda: checkpointer.save(1, torch.nn.Linear(2, 2).requires_grad_(False), files=given))
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 2], [2]])
+def test_files_of_another_rank_alone_are_refused(gloo_ranks: RankPool, tmp_path: Path, ranks: list[int]) -> None:
+    """They were left out without a word; rank 0's are taken for all."""
+    messages = gloo_ranks.run(files, tmp_path, ranks)
+    assert all(("rank 2 saves files=, and rank 0" in each) == (ranks == [2]) for each in messages)
+    assert (0 in ranks) == (tmp_path / "run" / "step_1" / "note").is_file()
+
+
 FORMS: dict[str, Any] = {
     "model": lambda own: ({"same": _full(1), "w": own, "late": own}, None),
     "optimizer": lambda own: (None, {"state": {0: {"w": own, "late": own}}, "param_groups": [{"params": [0]}]}),
