@@ -28,7 +28,7 @@ from tests.simulation.store_schedule import StoreSchedule
 from tests.support.reliability import REPOSITORY, date_and_commit, put, rows_of, table
 
 _JOURNAL, _LEASE, _GUESTS = (f"nxd_ckpt/coordination/{name}.py" for name in ("journal", "lease", "guests"))
-_MANIFEST = "nxd_ckpt/core/manifest.py"
+_MANIFEST, _JUDGED = (f"nxd_ckpt/core/{name}.py" for name in ("manifest", "votes"))
 _COMMIT, _PUBLICATION, _VOTING = (f"nxd_ckpt/commit/{name}.py" for name in ("commit", "publication", "voting"))
 _BEGINNING, _BALLOT, _SAVED_FILES = (f"nxd_ckpt/saving/{name}.py" for name in ("save_attempt", "ballot", "writing"))
 _IDENTITY = "nxd_ckpt/tag/identity.py"
@@ -311,8 +311,10 @@ BREAKS = [
         "Order time not set on `done`", "disk", _PUBLICATION,
         '        storage.set_time(f"{self.folder}/{DONE}", order_time)\n',
     ),
-    Break("Votes not judged", "ranks differ", _COMMIT, "    judge(votes, topology, leader_of)\n"),
-    Break("Votes not judged", "store, ranks differ", _COMMIT, "    judge(votes, topology, leader_of)\n"),
+    *(
+        Break("Votes not judged", place, _JUDGED, "        if vote.plan != first.plan:\n", "        if False:\n")
+        for place in ("ranks differ", "store, ranks differ")
+    ),
     *(
         Break(
             "Rank that left out a save takes the next one for it", place, _BEGINNING,
