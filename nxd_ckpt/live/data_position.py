@@ -311,7 +311,7 @@ def _place(loader: Any, sampler: ElasticSampler, state: Any) -> dict[str, Any] |
 def is_of_share(loader: Any, state: Any) -> bool:
     """Return whether the ``state`` of a loader counts for its rank's share of the data alone, as far as is known.
 
-    So do all of torch's and torchdata's, except those over an `ElasticSampler` that have no batches on the way.
+    Those of torch and torchdata do, except over an `ElasticSampler` with no batches on the way.
     """
     of_torchdata = any(base.__module__.partition(".")[0] == "torchdata" for base in type(loader).__mro__)
     if not of_torchdata and not isinstance(loader, (DataLoader, IterableDataset)):
