@@ -7,10 +7,12 @@ at exit. A process that ends with a failed save that was never reported exits wi
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
 
 from typing_extensions import Unpack
@@ -21,6 +23,7 @@ from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.at_exit import open_objects, settle_unheld
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import split_options, takes
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.effects import Event, in_forked_children
@@ -34,6 +37,8 @@ from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tag.directory import is_tag
 from nxd_ckpt.tiers.tiers import Tiers
+
+logger = logging.getLogger("nxd_ckpt")
 
 _Key = tuple[str, Topology]
 _open: OrderedDict[_Key, Checkpointer] = OrderedDict()
@@ -173,6 +178,8 @@ def load_checkpoint(
         writing = _open.get((normalised(directory), topology))
     if writing is not None and tiers is not None and tuple(tiers) != writing.tiers:
         raise InvalidArgument(f"{directory} is saved to with tiers={list(writing.tiers)}: pass the same ones to load")
+    if writing is not None:
+        _warn_of_others(writing, shared)
     checkpointer = writing or Checkpointer(directory, tiers=tiers, **shared)
     own = {"progress": True, **own, "num_workers": num_workers, "strict": strict, "use_zero1_dcp": use_zero1_dcp}
     loaded = checkpointer.load_objects(tag, (model, optimizer, scheduler, state), own, lasting=writing is not None)
@@ -287,6 +294,7 @@ def _shared_checkpointer(
         _saving[key] += 1
         surplus = [] if checkpointer.is_open else _idle_longest(topology)
     try:
+        _warn_of_others(checkpointer, options)
         for idle in surplus:
             idle.rest()
         _forget_closed()
@@ -296,6 +304,24 @@ def _shared_checkpointer(
             _saving[key] -= 1
             if not _saving[key]:
                 _saving.pop(key, None)  # a handler that has just saved here may have done it
+
+
+def _warn_of_others(checkpointer: Checkpointer, options: Mapping[str, Any]) -> None:
+    """Warn, on rank 0, of ``options`` other than those that the directory's first save was passed, which count."""
+    in_force, asked = checkpointer.options, replace(checkpointer.options, **options)
+    changes = {field: (getattr(asked, field.name), getattr(in_force, field.name)) for field in fields(in_force)}
+    others = [
+        f"{field.name}={value} ({stays} stays)" if field.repr else field.name
+        for field, (value, stays) in changes.items()
+        if value != stays
+    ]
+    if others and not checkpointer.topology.rank:
+        logger.warning(
+            "%s: %s has no effect, since those of the directory's first save count; to change them, call "
+            "nxd_ckpt.close_checkpointers() on all ranks before",
+            checkpointer.storage.url,
+            first_of(others),
+        )
 
 
 def _idle_longest(topology: Topology) -> list[Checkpointer]:

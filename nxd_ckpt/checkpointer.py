@@ -89,7 +89,7 @@ class Checkpointer(ClosesUnheld):
                 Complete tags are copied to the others in the background (``docs/tiers.md``).
         """
         job = JobOptions.of(options)
-        self._options = chosen = job.shared
+        self.options = chosen = job.shared
         self._places = Tiers(path, tiers, storage, chosen, job.retention.rules)
         self.storage: Storage = self._places.first
         self.tiers: tuple[Tier, ...] = self._places.tiers
@@ -161,7 +161,7 @@ class Checkpointer(ClosesUnheld):
             require_locks()
             if refused is not None:
                 raise refused
-            chosen.validate(self._options.timeout)
+            chosen.validate(self.options.timeout)
             return capture(self.topology, chosen, model, optimizer, scheduler, user_content, rank_content, state)
 
         pending = SaveProgress(name, self._failures)
@@ -173,7 +173,7 @@ class Checkpointer(ClosesUnheld):
                 self._in_flight.raise_unreported()
             attempt = pending.begun(lambda: self._begin(SaveCall(pending, captured, started, async_save), chosen))
         if not async_save and attempt is not None:
-            await_decided(attempt, pending, shown=self._options.progress and self.topology.rank == 0)
+            await_decided(attempt, pending, shown=self.options.progress and self.topology.rank == 0)
         return pending.future
 
     @as_checkpoint_errors()
@@ -273,8 +273,8 @@ class Checkpointer(ClosesUnheld):
 
     def _request(self, agreement: Agreement | None, objects: Any, options: Any, call: str) -> LoadRequest:
         ranks, (model, optimizer, scheduler, state) = agreement or SingleProcessAgreement(), objects
-        chosen = agreed_options(ranks, {"progress": self._options.progress, **options}, f"Checkpointer.{call}")
-        more = (chosen, self._options.timeout, state, self._places.place)
+        chosen = agreed_options(ranks, {"progress": self.options.progress, **options}, f"Checkpointer.{call}")
+        more = (chosen, self.options.timeout, state, self._places.place)
         return LoadRequest(self.topology, ranks, model, optimizer, scheduler, *more)
 
     @as_checkpoint_errors()
@@ -434,7 +434,7 @@ class Checkpointer(ClosesUnheld):
     @property
     def may_rest(self) -> bool:
         """True if it holds the directory, and can take it again later: tiers last, and a run_id is used once."""
-        lasts = len(self._places) > 1 or self._places.per_host or self._options.run_id is not None
+        lasts = len(self._places) > 1 or self._places.per_host or self.options.run_id is not None
         return self._session is not None and not lasts
 
     @property
@@ -542,9 +542,9 @@ class Checkpointer(ClosesUnheld):
 
     def _claim(self, agreement: Agreement | None) -> Session:
         """Take the directory for this job."""
-        require_all_ranks(self.topology, self._options.topology, self._options.process_group)
+        require_all_ranks(self.topology, self.options.topology, self.options.process_group)
         self._versions = versions()  # reads files: not on a later save's way
-        run_id, timeout = self._options.run_id, self._options.timeout
+        run_id, timeout = self.options.run_id, self.options.timeout
         try:
             self._places.claim(self.topology, agreement)
             session = open_session(self.storage, self.topology, agreement, run_id, timeout)
@@ -563,7 +563,7 @@ class Checkpointer(ClosesUnheld):
     def _meet(self, call: str) -> Agreement | None:
         """Return the agreement of the job's ranks for this ``call``; None for a process that acts as one of many."""
         at, described = self.topology, self._places.described(call)
-        return meet(at.rank, at.world_size, self._options.timeout, described, at.members)
+        return meet(at.rank, at.world_size, self.options.timeout, described, at.members)
 
     def _require_open(self, refused: str) -> None:
         if self._is_closed:

@@ -16,6 +16,7 @@ import torch
 
 from nxd_ckpt.core.topology import Topology, topology_from_groups
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.live import torch_xla
 from nxd_ckpt.version import __version__
 
 
@@ -78,7 +79,16 @@ def require_all_ranks(topology: Topology, *given: Any) -> None:
 
     Each would save what it has as the whole job's state, in the place of the others'.
     """
-    if topology.world_size > 1 or any(option is not None for option in given):
+    if any(option is not None for option in given):
+        return
+    threads = torch_xla.rank_threads()
+    if threads:
+        raise InvalidArgument(
+            f"{threads} ranks are threads of this process (xmp.spawn on its devices), and each would save its own "
+            "state in the place of the others': run a process for each device, with torchrun or, on CPUs, "
+            "python -m nxd_ckpt.emulation"
+        )
+    if topology.world_size > 1:
         return
     joined = default_topology().world_size
     if joined > 1:

@@ -36,6 +36,15 @@ def is_running() -> bool:
     return "torch_xla" in sys.modules and bool(_loaded()._XLAC._xla_runtime_is_initialized())
 
 
+def rank_threads() -> int:
+    """Return the number of ranks that are threads of this process (``xmp.spawn`` on several devices); 0 for none."""
+    if not is_running():
+        return 0
+    library = _loaded()._XLAC
+    devices = int(library._xla_num_devices())
+    return devices if devices > 1 and library._xla_get_replication_devices_count() else 0
+
+
 def sync(tensors: Sequence[torch.Tensor] | None = None) -> None:
     """Finish pending device work, if this process uses XLA devices at all.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import at_exit
 from nxd_ckpt.effects import require_own
-from nxd_ckpt.errors import CheckpointError, DirectoryInUse, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 
 logger = logging.getLogger("nxd_ckpt")
@@ -291,6 +291,11 @@ class PendingSave(futures.Future[None]):
         """Wait up to ``timeout`` seconds; return whether it is decided. Never raises the failure."""
         if not self.done():
             self._require_own()
+            if effects.get_ident() in _calling:
+                raise InvalidArgument(
+                    f"save of {self.tag!r} goes on, but this function of add_done_callback runs on the thread that "
+                    "writes, and would wait for itself: leave saving and waiting to another thread"
+                )
             self._progress.awaited.set()
         try:
             super().exception(timeout)
@@ -307,11 +312,18 @@ class PendingSave(futures.Future[None]):
         require_own(self._progress.pid, f"save of {self.tag!r}")
 
 
+_calling = set[int]()
+"""Threads that run a callback."""
+
+
 def _call(fn: Callable[[futures.Future[None]], object], save: futures.Future[None]) -> None:
+    _calling.add(effects.get_ident())
     try:
         fn(save)
     except BaseException:  # futures propagate an exit: the callbacks after it would not be called
         logger.exception("nxd_ckpt: unexpected error in a callback of %r", save)
+    finally:
+        _calling.discard(effects.get_ident())
 
 
 class Worker:

@@ -1,5 +1,8 @@
 """Transfers and the real ZeroRedundancyOptimizer on an XLA device: bit for bit, and without compiling anything."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +17,30 @@ from nxd_ckpt.live.optimizer import open_optimizer
 from tests.live.doubles import plain, read
 
 pytestmark = pytest.mark.xla
+
+THREADS = """
+import sys
+import nxd_ckpt
+import torch_xla
+import torch_xla.distributed.xla_multiprocessing as xmp
+
+def main(index):
+    state = {"weight": torch_xla.torch.full((2,), float(index), device=torch_xla.device())}
+    nxd_ckpt.save_checkpoint(sys.argv[1], "step_1", state)
+
+if __name__ == "__main__":
+    xmp.spawn(main)
+"""
+
+
+def test_ranks_that_are_threads_of_one_process_save_nothing(tmp_path):
+    """Each would save its own state as that of the whole job, in the place of the others'."""
+    (tmp_path / "train.py").write_text(THREADS)
+    devices = {**os.environ, "CPU_NUM_DEVICES": "2", "PJRT_DEVICE": "CPU"}
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "run")]
+    done = subprocess.run(command, env=devices, capture_output=True, text=True, timeout=300)
+    assert "InvalidArgument: 2 ranks are threads of this process" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def _device():

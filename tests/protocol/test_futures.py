@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from nxd_ckpt import Checkpointer, PendingSave, close_checkpointers, has_checkpoint, save_checkpoint
-from nxd_ckpt.errors import CheckpointError, SaveFailed
+from nxd_ckpt import (
+    Checkpointer,
+    PendingSave,
+    close_checkpointers,
+    has_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
+from nxd_ckpt.errors import CheckpointError, InvalidArgument, SaveFailed
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation, failing
 from tests.protocol.hooks import Gate
@@ -76,6 +83,26 @@ def test_callbacks_are_called_once_it_is_visible(tmp_path: Path) -> None:
         saver.save("second", STATE, async_save=True).result(HANGS)
     pending.add_done_callback(seen.append)
     assert [(pending, True), "after an exit", pending] == seen
+
+
+def test_a_callback_that_waits_for_a_save_is_told(tmp_path: Path) -> None:
+    """On the thread that writes it would wait for itself, for ever. The save goes on."""
+    gate, saver = held(tmp_path)
+    failed: list[BaseException] = []
+
+    def save_more(done: futures.Future[None]) -> None:
+        try:
+            saver.save("second", STATE)
+        except InvalidArgument as error:
+            failed.append(error)
+
+    with saver:
+        pending = saver.save("first", STATE, async_save=True)
+        pending.add_done_callback(save_more)
+        gate.open.set()
+        pending.result(HANGS)
+    assert "save of 'second' goes on" in str(*failed)
+    assert "second" == open_checkpoint(tmp_path).tag
 
 
 @pytest.mark.parametrize("exits", [asyncio.CancelledError, SystemExit])

@@ -54,6 +54,25 @@ def test_eighty_directories(tmp_path: Path) -> None:
     assert 80 == len([tag for path in tmp_path.iterdir() for tag in visible_tags(path)])
 
 
+def test_options_of_a_later_call_that_have_no_effect_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a save and of a load; those of the directory's first save count until it is given back."""
+    state = {"weight": torch.ones(3)}
+    try:
+        save_checkpoint(tmp_path, "1", state, durable=False, timeout="60 s")
+        save_checkpoint(tmp_path, "2", state, durable=False)
+        assert not caplog.messages
+        save_checkpoint(tmp_path, "3", state, durable=True, storage_options={"key": "secret"})
+        load_checkpoint(tmp_path, "3", {}, timeout=20)
+        close_checkpointers()
+        save_checkpoint(tmp_path, "4", state, durable=True)
+    finally:
+        close_checkpointers()
+    said = [message.partition(" has no effect")[0].partition(": ")[2] for message in caplog.messages]
+    assert ["storage_options, durable=True (False stays)", "timeout=20.0 (60.0 stays)"] == said, caplog.text
+
+
 def test_an_idle_directory_is_given_back(tmp_path: Path) -> None:
     """The process keeps the leases of the last four. It may save to the others again, and another process may."""
     state = {"weight": torch.ones(3)}
