@@ -236,7 +236,7 @@ def judge(findings: Sequence[Finding], where: str, prove: bool | None) -> None:
 SMALL = 2**16
 """Bytes of a tensor that takes no time: even on a device it is always compared."""
 
-_AT_ONCE = 2**20
+_AT_ONCE = 2**17
 """Bytes of a tensor on the host whose digest takes less time than handing it to another thread."""
 
 _TOGETHER = 64 * 2**20
