@@ -95,7 +95,7 @@ class SaveProgress:
 
     def __init__(self, tag: str, failures: Failures) -> None:
         self.tag: str = tag
-        self._failures = failures
+        self.failures: Failures = failures
         self.timings: Mapping[str, float] = {}
         self.nbytes = 0
         self.reported: bool = False
@@ -110,7 +110,7 @@ class SaveProgress:
     @property
     def warns(self) -> bool:
         """True if its failure need not be raised."""
-        return self._failures.warns
+        return self.failures.warns
 
     @property
     def unreported(self) -> bool:
@@ -123,7 +123,7 @@ class SaveProgress:
             with as_checkpoint_errors():
                 return begin()
         except CheckpointError as error:
-            if not self._failures.warns:
+            if not self.failures.warns:
                 raise
             self.settle(error)
             if self.unreported:
@@ -133,7 +133,7 @@ class SaveProgress:
     def settle(self, error: BaseException | None) -> None:
         """Record the outcome, and call the caller's callbacks."""
         self.error = error
-        self.tolerated = self._failures.decided(error, informed=self.reported)
+        self.tolerated = self.failures.decided(error, informed=self.reported)
         self.staged.set()
         self.voted.set()
         if error is None:
@@ -291,7 +291,7 @@ class PendingSave(futures.Future[None]):
         """Wait up to ``timeout`` seconds; return whether it is decided. Never raises the failure."""
         if not self.done():
             self._require_own()
-            if effects.get_ident() in _calling:
+            if _calling.get(effects.get_ident()) is self._progress.failures:
                 raise InvalidArgument(
                     f"save of {self.tag!r} goes on, but this function of add_done_callback runs on the thread that "
                     "writes, and would wait for itself: leave saving and waiting to another thread"
@@ -305,25 +305,25 @@ class PendingSave(futures.Future[None]):
 
     def add_done_callback(self, fn: Callable[[futures.Future[None]], object]) -> None:
         """Call ``fn`` once it is done, at once if it is. On the thread that writes, its exceptions are logged."""
-        super().add_done_callback(fn if self.done() else partial(_call, fn))
+        super().add_done_callback(fn if self.done() else partial(_call, fn, self._progress.failures))
 
     def _require_own(self) -> None:
         """Raise in a forked child, where the thread that would decide it does not run."""
         require_own(self._progress.pid, f"save of {self.tag!r}")
 
 
-_calling = set[int]()
-"""Threads that run a callback."""
+_calling = dict[int, Failures]()
+"""By thread that runs a callback, those of the Checkpointer that it writes for."""
 
 
-def _call(fn: Callable[[futures.Future[None]], object], save: futures.Future[None]) -> None:
-    _calling.add(effects.get_ident())
+def _call(fn: Callable[[futures.Future[None]], object], failures: Failures, save: futures.Future[None]) -> None:
+    _calling[effects.get_ident()] = failures
     try:
         fn(save)
     except BaseException:  # futures propagate an exit: the callbacks after it would not be called
         logger.exception("nxd_ckpt: unexpected error in a callback of %r", save)
     finally:
-        _calling.discard(effects.get_ident())
+        del _calling[effects.get_ident()]
 
 
 class Worker:

@@ -86,11 +86,12 @@ def test_callbacks_are_called_once_it_is_visible(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_waits_for_a_save_is_told(tmp_path: Path) -> None:
-    """On the thread that writes it would wait for itself, for ever. The save goes on."""
-    gate, saver = held(tmp_path)
+    """On the thread that writes it would wait for itself, for ever; one elsewhere may be waited for. The save goes on."""
+    gate, saver = held(tmp_path / "run")
     failed: list[BaseException] = []
 
     def save_more(done: futures.Future[None]) -> None:
+        save_checkpoint(tmp_path / "mirror", "first", STATE)
         try:
             saver.save("second", STATE)
         except InvalidArgument as error:
@@ -102,7 +103,7 @@ def test_a_callback_that_waits_for_a_save_is_told(tmp_path: Path) -> None:
         gate.open.set()
         pending.result(HANGS)
     assert "save of 'second' goes on" in str(*failed)
-    assert "second" == open_checkpoint(tmp_path).tag
+    assert ["second", "first"] == [open_checkpoint(path).tag for path in (tmp_path / "run", tmp_path / "mirror")]
 
 
 @pytest.mark.parametrize("exits", [asyncio.CancelledError, SystemExit])
