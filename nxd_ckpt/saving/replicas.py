@@ -307,20 +307,16 @@ class Replicas:
 
     def digests_of_live(self) -> dict[str, dict[str, int]]:
         """Return digests of all of it by claim and name, which reads all tensors now."""
-        digests: dict[str, dict[str, int]] = {values.claim: values.digests for values in self._voted}
+        digests: dict[str, dict[str, int]] = {values.claim: values.digests for values in self.values}
         for copy in self.copies:
             tensor = self.tensors[copy.part][copy.number].detach().cpu().contiguous()
             digests.setdefault(copy.claim(WHOLE), {})[copy.name] = crc32(byte_view(tensor)) if tensor.numel() else 0
         return digests
 
-    @property
-    def _voted(self) -> list[Values]:
-        return [values for values in self.values if values.tree is not NO_OBJECTS]
-
     def summary(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, int]:
         """Return the digest of each claim, for the vote."""
         claims = {key: crc32(repr(sorted(own.items())).encode()) for key, own in self.digests(blocks).items()}
-        return claims | {values.claim: values.digest for values in self._voted}
+        return claims | {values.claim: values.digest for values in self.values if values.tree is not NO_OBJECTS}
 
     def published(
         self, keys: Iterable[str], blocks: Callable[[tuple[int, int]], Sequence[int]]
