@@ -15,7 +15,6 @@ from nxd_ckpt.core import document
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.limits import checked, checked_text, integers
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.core.names import OBJECTS
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, RanksDisagree, SaveFailed, in_words
@@ -33,13 +32,10 @@ FORMS = "forms"
 _USER_CONTENT = f"0|user_content{VALUES}|{WHOLE}"
 """The claim of user content, of which a tag has rank 0's, for all."""
 
-_OF_OBJECTS = f"0|{OBJECTS}{VALUES}|{WHOLE}"
-"""The claim of objects by name. A rank without any of them votes none, and yet differs from rank 0."""
-
 _BESIDE = {
     "user_content": "user_content=",
     "files": "files=",
-    **dict.fromkeys(("scheduler", OBJECTS), "a scheduler, or objects in state="),
+    "scheduler": "a scheduler, or objects in state=",
 }
 """Words for the parts that one rank writes for all, beside model and optimizer."""
 
@@ -258,13 +254,7 @@ def disputed(votes: Sequence[Vote]) -> list[str]:
         for key, digest in vote.claims.items()
         if votes[Claim.of(key).writes].claims.get(key) != digest
     }
-    if _OF_OBJECTS in votes[0].claims and not all(map(_tells_of_objects, votes)):
-        keys.add(_OF_OBJECTS)
     return sorted(keys - {_USER_CONTENT})
-
-
-def _tells_of_objects(vote: Vote) -> bool:
-    return _OF_OBJECTS in vote.claims or f"scheduler/{OBJECTS}" in vote.per_rank
 
 
 def with_other_user_content(votes: Sequence[Vote]) -> list[int]:

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nxd_ckpt.core.names import OBJECTS
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.live.dtensor import is_dtensor
+
+OBJECTS = "objects"
+"""The only key of the scheduler's state where several objects were saved by name: their states."""
 
 _KINDS = {"model": "a torch.nn.Module or NxD model", "optimizer": "an optimizer"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.core.name_patterns import PARAM_GROUPS
-from nxd_ckpt.core.names import OBJECTS
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
 from nxd_ckpt.formats.tensors import CONTAINERS, Path, children_of, iter_tensors, like_tuple
 from nxd_ckpt.live.model import ModelAdapter
+from nxd_ckpt.live.named import OBJECTS
 
 SECTIONS = ("state", "base_state", MASTERS)
 """Keys of a state dict under which state is by the indices of parameters."""

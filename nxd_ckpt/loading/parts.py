@@ -18,7 +18,6 @@ import torch
 
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
-from nxd_ckpt.core.names import OBJECTS
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
@@ -33,10 +32,9 @@ from nxd_ckpt.formats.memory import TENSORS
 from nxd_ckpt.formats.tensors import TensorReference
 from nxd_ckpt.live.data_position import is_of_share, is_random_state
 from nxd_ckpt.live.ignoring import RANDOM_STATE
-from nxd_ckpt.live.named import NamedObjects, named_states, state_of
+from nxd_ckpt.live.named import OBJECTS, NamedObjects, named_states, state_of
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadRequest
-from nxd_ckpt.loading.rank_state import rank_state
 from nxd_ckpt.surroundings import as_called
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -78,9 +76,6 @@ def refuse_forgotten(opened: OpenTag, request: LoadRequest, filtered: Filter) ->
         forgotten.append(("optimizer", "optim"))
     if opened.parts.scheduler and request.scheduler is None and (request.state is not None or request.optimizer):
         states = None if filtered.covers("scheduler") else named_states(opened.scheduler())
-        if states:
-            own = rank_state(opened, request.topology, filtered, ["scheduler"])
-            states = named_states(own.put_into("scheduler", {OBJECTS: states}, None))
         forgotten.extend([(listed(states, ()), "scheduler")] if states else [])
     for name, part in forgotten:
         if not filtered.covers(part):
@@ -122,7 +117,7 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
         names = list(live) if isinstance(live, NamedObjects) else []
         saved_names = list(states or ())
         if sorted(names) != sorted(saved_names):
-            objects = "one scheduler, without a name" if states is None else listed(saved_names, ()) or "no object here"
+            objects = "one scheduler, without a name" if states is None else listed(saved_names, ())
             expected = f"state= has {listed(names, ())}" if names else "the live one is one scheduler"
             raise IncompatibleState(
                 f"{where} holds the state of {objects}; {expected}. Pass the objects that were saved, by their names, "

@@ -339,7 +339,7 @@ class Ballot:
                     "and come back to the same rank on the same sizes; on others a load refuses them. If they should "
                     "be equal, synchronise them",
                     self._session.storage.url,
-                    (others or [0])[0],
+                    (others or [vote.rank])[0],
                     vote.rank,
                     first_of(new),
                 )

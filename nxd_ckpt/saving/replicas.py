@@ -27,15 +27,11 @@ from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
 from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import PLAIN
-from nxd_ckpt.live.named import named_states
 from nxd_ckpt.live.state_names import Container, groups_of, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile, Wave
 
 LARGE = 2**20
 """Bytes from which on samples of a tensor are compared."""
-
-NO_OBJECTS: dict[str, Any] = {names.OBJECTS: {}}
-"""The state of objects by name on a rank that saves none, nor a scheduler."""
 
 _GROUP = " in its param group"
 """End of the name under which ranks compare which parameters are in one group."""
@@ -96,8 +92,7 @@ class Values:
 
     @property
     def claim(self) -> str:
-        what = self.part if self.part != "scheduler" or named_states(self.tree) is None else names.OBJECTS
-        return Claim(self.writes, f"{what}{VALUES}", WHOLE).key
+        return Claim(self.writes, f"{self.part}{VALUES}", WHOLE).key
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Path, Any]]:
@@ -316,7 +311,7 @@ class Replicas:
     def summary(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, int]:
         """Return the digest of each claim, for the vote."""
         claims = {key: crc32(repr(sorted(own.items())).encode()) for key, own in self.digests(blocks).items()}
-        return claims | {values.claim: values.digest for values in self.values if values.tree is not NO_OBJECTS}
+        return claims | {values.claim: values.digest for values in self.values}
 
     def published(
         self, keys: Iterable[str], blocks: Callable[[tuple[int, int]], Sequence[int]]

@@ -29,7 +29,7 @@ from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.live.state_names import key_text, leaf_name
 from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
-from nxd_ckpt.saving.replicas import LARGE, NO_OBJECTS, Replica, Replicas, Values, is_below
+from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values, is_below
 from nxd_ckpt.tag.payload import checked_optimizer
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
@@ -205,8 +205,6 @@ class Planner:
             for part, tree in trees.items()
             if part in plan.writers
         ]
-        if state.scheduler is None and rank > 0:
-            values.append(Values("scheduler", 0, NO_OBJECTS, None, None, None, self._known))
         if state.user_content is not None:  # compared as it is now, without the values of its tensors
             digest = digest_of_value(map_tensors(state.user_content, form_of, _LIVE))
             values.append(Values("user_content", 0, digest, None, None, None, self._known))

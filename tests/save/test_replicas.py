@@ -310,29 +310,6 @@ def test_a_scheduler_without_one_on_the_rank_that_writes_it_is_refused(gloo_rank
         assert "rank 1 saves a scheduler, or objects in state=, and rank 0, which writes that for all, has" in message
 
 
-def of_rank_0(rank: int, directory: Path) -> list[Any]:
-    """What comes back of an object that rank 0 alone saves, and where a load asks for it on all ranks."""
-    model, one = torch.nn.Linear(2, 2), Object()
-    optimizer = torch.optim.SGD(model.parameters())
-    own, steps = {"one": one} if rank == 0 else None, []
-    with Checkpointer(directory) as checkpointer:
-        for step in (1, 2, 3):
-            one.state = {"step": step}
-            checkpointer.save(step, model, optimizer, state=own, async_save=step == 3)
-            checkpointer.wait()
-            one.state = {}
-            checkpointer.load(step, model, optimizer, state=own)
-            steps.append(one.state.get("step"))
-        return [steps, refusal(lambda: checkpointer.load(1, model, optimizer, state={"one": one}))]
-
-
-def test_objects_that_rank_0_alone_saves_come_back_to_it(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """A load that passes them there alone was refused; one that passes them elsewhere got those of rank 0."""
-    results = gloo_ranks.run(of_rank_0, tmp_path)
-    assert [[1, 2, 3], *[[None] * 3] * 3] == [steps for steps, _ in results]
-    assert all("holds the state of no object here; state= has 'one'" in refused for _, refused in results)
-
-
 class Outer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
