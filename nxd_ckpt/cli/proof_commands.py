@@ -71,7 +71,8 @@ def _verify(directory: str, tag: str | None, args: argparse.Namespace) -> dict[s
 
 
 def _advice(document: dict[str, Any]) -> Iterator[str]:
-    if document["problems"] and document["tag"] and document["verified_nbytes"]:  # else it may be no tag
+    is_tag = document["verified_by"] == "index" or document["verified_nbytes"]  # else it may be a file of others
+    if document["problems"] and document["tag"] and is_tag:
         yield f"  nxd-ckpt verify --all {document['directory']} says which tags are undamaged, of which a load with"
         yield "  fallback=True takes the newest"
 

@@ -132,7 +132,7 @@ class AttemptVotes:
 
         After an appeal these are ranks without an answer that still wait for the verdict.
         """
-        kind = ANSWER if self._storage.is_file(appeal_file(self.attempt)) else VOTE
+        kind = ANSWER if self.is_appealed() else VOTE
         ranks = range(1, world_size)
         ends = {rank: {_name(rank_file("", rank, kind)), _name(left_file("", rank))} for rank in ranks}
         return lambda names: [rank for rank in ranks if ends[rank].isdisjoint(names)]
@@ -220,6 +220,10 @@ class AttemptVotes:
     def appeal(self, keys: Sequence[str]) -> None:
         """Tell the other ranks, on rank 0, which claims do not hold: each saves what it has of these for itself."""
         self._note(appeal_file(self.attempt), keys)
+
+    def is_appealed(self) -> bool:
+        """Return whether rank 0 has appealed."""
+        return self._storage.is_file(appeal_file(self.attempt))
 
     def publish_digests(self, rank: int, digests: Mapping[str, Mapping[str, Any]]) -> None:
         """Tell the other ranks the digests, by claim and name, of what this rank wrote for them too; or its forms."""

@@ -53,9 +53,9 @@ def sync(tensors: Sequence[torch.Tensor] | None = None) -> None:
     that does not.
 
     Beside the main thread only if there is any for ``tensors``: the main thread may be in the middle of a step of
-    another model, whose tensors torch-xla would lose. All ranks must decide alike, as that work may be collective.
+    another model, whose tensors torch-xla would lose.
 
-    Raises UnsupportedState if torch-xla cannot do it.
+    Raises UnsupportedState if it has lost tensors.
     """
     if not is_running() or (tensors is not None and not _has_pending(tensors)):
         return
@@ -64,6 +64,8 @@ def sync(tensors: Sequence[torch.Tensor] | None = None) -> None:
     try:
         library._xla_sync_live_tensors(device, [], True)
     except RuntimeError as error:
+        if "tensor_data" not in str(error):  # what other threads' steps lead to
+            raise
         raise UnsupportedState(
             f"torch-xla could not finish the pending work on {device} ({str(error).strip()}): it loses tensors if "
             "another thread makes steps meanwhile, those of the steps too. Save in the thread that makes them, where "

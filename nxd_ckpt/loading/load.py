@@ -124,7 +124,7 @@ def one_load(
     """
     agreement = request.agreement
     started = effects.monotonic()
-    with gc_paused(), ExitStack() as caches:
+    with ExitStack() as caches:
         # 1. Open: the same save on every rank.
         attempt = on_all(agreement, partial(_opened, storage, source, request, opens, caches))
         _require_one_save(agreement, attempt)
@@ -159,15 +159,16 @@ def _opened(storage: Storage, source: TagSource, request: LoadRequest, opens: Op
     settled = replace(request.settled(), options=options.settled(reads_are_cheap=storage.renames))
     if options.pre_download:
         cache = caches.enter_context(open_cache(storage, source.tag, options.work_dir))
-    opened = opens(cache or storage, source.tag, trust_pickle=options.trust_pickle)
-    _require_attempt(opened, source.attempt)
-    if request.model is not None:
-        opened = with_given_model(opened, options.verify is not False and request.agreement.rank == 0)
-    with opened.guarded(verified=opened.is_one_save):  # else it is looked at once more when all is prepared
-        attempt = LoadAttempt(opened, settled, cache)
-        if not attempt.filtered:
-            attempt.compare()
-        return attempt
+    with gc_paused():
+        opened = opens(cache or storage, source.tag, trust_pickle=options.trust_pickle)
+        _require_attempt(opened, source.attempt)
+        if request.model is not None:
+            opened = with_given_model(opened, options.verify is not False and request.agreement.rank == 0)
+        with opened.guarded(verified=opened.is_one_save):  # else it is looked at once more when all is prepared
+            attempt = LoadAttempt(opened, settled, cache)
+            if not attempt.filtered:
+                attempt.compare()
+            return attempt
 
 
 def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest) -> Loaded:

@@ -45,9 +45,9 @@ from nxd_ckpt.loading.parts import (
     own_content,
     part_names,
     refuse_forgotten,
-    refuse_other_shares,
     require_taken,
     warn_of_forgotten,
+    warn_of_other_shares,
     with_scheduled_rates,
 )
 from nxd_ckpt.loading.proof import Proof
@@ -58,6 +58,7 @@ from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
+from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
@@ -321,7 +322,7 @@ class LoadAttempt:
 
     def prepare(self) -> PreparedLoad:
         """Return the load with the trees that fit the live objects. Raises errors if they do not."""
-        with self._opened.guarded():
+        with self._opened.guarded(), gc_paused():
             trees = self._planner.trees()
             trees.missing = self._missing
             trees.unexpected = self._unexpected
@@ -366,7 +367,8 @@ class PreparedLoad:
         if self._scheduler is not None:
             self._scheduler_state = trees.rank_state.put_into("scheduler", self._scheduler_state, None)
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
-        refuse_other_shares(self._scheduler, self._scheduler_state, opened, request.topology)
+        if request.reports_progress:
+            warn_of_other_shares(self._scheduler, self._scheduler_state, opened, request.topology)
         self._scheduler_state = map_tensors(
             self._scheduler_state, lambda own: strided(opened.read(own), stored_stride(own)), TensorStub
         )
@@ -441,7 +443,7 @@ class PreparedLoad:
         mine = list(self._shares.verified_here(digested))
         total = partial(self.reader.nbytes_to_verify, [(leaf, takes) for _, leaf, takes in mine])
         try:
-            with self._watched("verify", total):
+            with self._watched("verify", total), gc_paused():
                 for name, leaf, takes in mine:
                     self.reader.verify(leaf, name, takes)
                 self.reader.finish()
@@ -501,10 +503,11 @@ class PreparedLoad:
         options = self._options
         if not is_proved(options):
             return []
-        how = {"before": self._before, "everything": options.prove is True, "verify_again": self._verify_again}
-        proof = self.proof(self._witness.digest, **how)
-        content = (self._rank_content, options.rank_content)
-        return proof.run(request.model, request.optimizer, self._scheduler, content)
+        with gc_paused():
+            how = {"before": self._before, "everything": options.prove is True, "verify_again": self._verify_again}
+            proof = self.proof(self._witness.digest, **how)
+            content = (self._rank_content, options.rank_content)
+            return proof.run(request.model, request.optimizer, self._scheduler, content)
 
     def proof(self, digest: Digests, **how: Any) -> Proof:
         """Return the comparison of live objects with what this load puts there; see `Proof`."""
@@ -526,16 +529,18 @@ class PreparedLoad:
         optimizer = self._trees.optimizer
         delivery = delivery_of(self.reader, self._begin, self._reads, self._witness.saw)
         if model is not None:
-            model.materialize(self._trees.names)
-            strict = self._options.strict_names
-            fill_model(model, self._trees.names, self._trees.model_tree, delivery, strict)
+            with gc_paused():
+                model.materialize(self._trees.names)
+                strict = self._options.strict_names
+                fill_model(model, self._trees.names, self._trees.model_tree, delivery, strict)
             delivery.finish()
             model.after_load(self._trees.missing, self._trees.unexpected)
         if optimizer is not None:
-            if self._trees.optimizer_tree:
-                optimizer.load(self._trees.optimizer_tree, delivery, self._trees.keeps)
-            else:
-                optimizer.follow(self._trees.keeps)
+            with gc_paused():
+                if self._trees.optimizer_tree:
+                    optimizer.load(self._trees.optimizer_tree, delivery, self._trees.keeps)
+                else:
+                    optimizer.follow(self._trees.keeps)
             delivery.finish()
             if self._trees.optimizer_tree:
                 optimizer.after_load()
@@ -549,7 +554,7 @@ class PreparedLoad:
             live.update(content)
         # Constants that the model made on the device are pending in a new process. In the first step they would make
         # its graph differ from the uninterrupted run's: a step compiled for one use, and rounded differently.
-        torch_xla.sync()
+        torch_xla.sync([])
 
     def _begin(self, leaf: Leaf, out: torch.Tensor) -> bool:
         if self.reader.take_kept(leaf, out):

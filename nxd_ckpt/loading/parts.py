@@ -130,17 +130,17 @@ def check_scheduler(live: Any, saved: Any, where: str) -> None:
         raise IncompatibleState(f"scheduler: {where} holds {forms[1]}, the live one is {forms[0]}; pass the same form")
 
 
-def refuse_other_shares(live: Any, saved: Any, opened: OpenTag, topology: Topology) -> None:
-    """Raise IncompatibleState for a data loader by name if the data is shared among other ranks than at the save."""
+def warn_of_other_shares(live: Any, saved: Any, opened: OpenTag, topology: Topology) -> None:
+    """Warn of data loaders among objects by name if other ranks may share the data than at the save."""
     saved_dp = opened.topology.dp
     for name, one in live.items() if isinstance(live, NamedObjects) and saved_dp != topology.dp else ():
         if is_of_share(one, saved[OBJECTS][name]):
-            raise IncompatibleState(
-                f"{opened.where}: state[{name!r}] is the position of a {type(one).__name__} in one rank's share of the "
-                f"data, of dp={saved_dp}; this job has dp={topology.dp}, where samples would be lost or read twice. "
-                "Leave it out with ignore_keys='scheduler', and pass rank_content= with capture_data_position() of an "
-                "ElasticSampler or of DataStreams, which any dp takes"
-            )
+            logger.warning(
+                "%s: state[%r] is the position of a %s, saved by %d ranks that may share the data, and loaded by %d: "
+                "if it counts the samples of one rank's share, some are lost or read twice now. capture_data_position()"
+                " of an ElasticSampler or of DataStreams in rank_content= fits any number of ranks",
+                opened.where, name, type(one).__name__, saved_dp, topology.dp,
+            )  # fmt: skip
 
 
 _TORCHS = ("torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.amp.grad_scaler")

@@ -122,6 +122,7 @@ class Ballot:
         """Files of others that the tag is given, on rank 0."""
         self._own = Own()
         """The content that proved to be this rank's own after it had voted."""
+        self._has_answered = False
 
     def decide(self, voted: Callable[[], None]) -> int:
         """Vote, then call ``voted``, and wait until the attempt is decided; return the bytes of all ranks, on rank 0.
@@ -260,6 +261,10 @@ class Ballot:
             gone = partial(session.is_gone, 0)
             verdict = self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)
             self._know(verdict.per_rank)
+            if verdict.error is not None and not self._has_answered:
+                with suppress(OSError):  # rank 0 may have appealed meanwhile, and would wait for an answer
+                    if self._votes.is_appealed():
+                        self._votes.leave(self._rank, self._tag)
             session.last_failed = verdict.error is not None
             if verdict.tag is not None and verdict.tag != self._tag:
                 session.missed.add(verdict.tag)
@@ -382,6 +387,7 @@ class Ballot:
         plan = self._attempt.plan
         writer = self._files.writer
         index: FileEntry | None = None
+        self._has_answered = True
         try:
             if attempt.error is None and plan is not None and plan.replicas is not None and writer is not None:
                 replicas = plan.replicas

@@ -60,7 +60,7 @@ def lines_of(plan: SavePlan) -> dict[str, list[Any]]:
     if plan.mesh is not None:
         layouts = [[split and [split.dim, split.split] for split in each.placements] for each in plan.mesh.layouts]
         return {
-            each.name: [each.dtype, list(each.shape), layouts[number] if any(layouts[number]) else None, number]
+            each.name: [each.dtype, list(each.shape), layouts[number] if any(layouts[number]) else None, None]
             for each in plan.mesh.tensors
             if (number := each.layout) is not None
         }

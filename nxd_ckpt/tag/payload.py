@@ -206,7 +206,7 @@ class Payload:
         taken = {self._key(keys) for keys in _PARTS.values()}
         of_parts = {key for keys in _PARTS.values() for key in keys}
         rest = {key: value for key, value in self.content.items() if key not in taken}
-        return {key: value for key, value in rest.items() if value or key not in of_parts}
+        return {key: value for key, value in rest.items() if key not in of_parts or not _is_nothing(value)}
 
     @property
     def keys(self) -> list[str]:
@@ -386,3 +386,7 @@ class PayloadFile:
         if part is None:
             raise PartNotFound(f"{self.where} has nothing under {' or '.join(keys)}; found keys {self._payload.keys}")
         return part
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (dict, list, tuple)) and not value)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -458,9 +459,11 @@ def test_what_was_taken_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
     load_checkpoint(path, model=Net())
     assert "the model under 'state_dict', the optimizer under 'optimizer_states'" in caplog.text
     two_optimizers = {**lightning(trained()), "optimizer": trained()[1].state_dict(), "scheduler": None}
+    two_optimizers["history"] = np.ones(2)
     content = load_checkpoint(file_of("x.ckpt", lambda job: two_optimizers)(tmp_path / "two", trained()), model=Net())
     assert content["optimizer_states"][0]["state"], "one is taken, and the other is user content"
     assert "scheduler" not in content
+    assert [1.0, 1.0] == content["history"].tolist()
     load_checkpoint(SOURCES["the only file"](tmp_path / "alone", trained()), model=Net())
     assert "alone holds no tags: its file alone/x.pt is loaded" in caplog.text
 

@@ -86,7 +86,7 @@ def test_callbacks_are_called_once_it_is_visible(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_waits_for_a_save_is_told(tmp_path: Path) -> None:
-    """On the thread that writes it would wait for itself, for ever; one elsewhere may be waited for. The save goes on."""
+    """On the thread that writes it would wait for itself, for ever; elsewhere it may wait. The save goes on."""
     gate, saver = held(tmp_path / "run")
     failed: list[BaseException] = []
 

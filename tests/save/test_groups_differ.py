@@ -1,14 +1,16 @@
 """Param groups of replicas: those that are cut otherwise are refused at the save, those in another order come back."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
+from time import sleep
 from typing import Any
 
 import torch
 
 from nxd_ckpt import Checkpointer, Topology
-from nxd_ckpt.coordination.control_files import appeal_file
+from nxd_ckpt.coordination.control_files import appeal_file, rank_file, verdict_dir, verdict_file
 from nxd_ckpt.live.state_names import groups_of
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -71,6 +73,31 @@ def test_a_rank_that_still_answers_reports_the_cause_too(tmp_path: Path) -> None
     with ThreadPoolExecutor(3) as threads:
         for message in threads.map(save, range(3)):
             assert "in a param group with other parameters than on rank 0" in message
+
+
+def test_a_rank_that_sees_the_verdict_before_the_appeal_delays_no_save(tmp_path: Path) -> None:
+    """It answers nothing, and says that: the next save waited for its answer until the timeout, ten minutes."""
+    store = LocalStorage(tmp_path)
+
+    def late(operation: Operation) -> None:
+        while (
+            verdict_dir("run-2") in operation.key
+            and store.is_file(rank_file("run-2", 1, "vote"))
+            and not store.is_file(verdict_file("run-2"))
+        ):
+            sleep(0.01)
+
+    def save(rank: int) -> list[str]:
+        storage = HookedStorage(store, late if rank == 1 else lambda operation: None)
+        at = Topology(dp=3, rank=rank)
+        models = [{"weight": torch.ones(2 + (step == 2 and rank == 2))} for step in (1, 2, 3)]
+        with Checkpointer("run", storage=storage, topology=at, run_id="run") as checkpointer:
+            return [refusal(partial(checkpointer.save, step, model)) for step, model in enumerate(models, 1)]
+
+    with ThreadPoolExecutor(3) as threads:
+        for first, second, third in threads.map(save, range(3)):
+            assert ("", "") == (first, third)
+            assert "a plain tensor of float32 (2,) on rank 0, and a plain tensor of float32 (3,) on rank 2" in second
 
 
 class _Name(str):
