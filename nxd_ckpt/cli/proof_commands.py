@@ -22,6 +22,7 @@ from nxd_ckpt.options.execution import OpenOptions
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
     from nxd_ckpt.examine.doctor import Examination
+    from nxd_ckpt.storage.urls import StorageOptions
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.all:
         document = _verify(*locate(args.dir, args.tag, options), args)
         problems = document["problems"]
-        lines = chain(_lines(document), _advice(document))
+        lines = chain(_lines(document), _advice(document, options))
     elif args.tag is not None:
         raise argparse.ArgumentTypeError("--all verifies every tag: leave out TAG")
     else:
@@ -70,9 +71,13 @@ def _verify(directory: str, tag: str | None, args: argparse.Namespace) -> dict[s
     }
 
 
-def _advice(document: dict[str, Any]) -> Iterator[str]:
-    is_tag = document["verified_by"] == "index" or document["verified_nbytes"]  # else it may be a file of others
-    if document["problems"] and document["tag"] and is_tag:
+def _advice(document: dict[str, Any], options: StorageOptions | None) -> Iterator[str]:
+    from nxd_ckpt.storage.urls import open_storage
+    from nxd_ckpt.tag.directory import holds_tags
+
+    if not (document["problems"] and document["tag"]):
+        return
+    if holds_tags(open_storage(document["directory"], storage_options=options)):  # else it is a model of others
         yield f"  nxd-ckpt verify --all {document['directory']} says which tags are undamaged, of which a load with"
         yield "  fallback=True takes the newest"
 
@@ -86,10 +91,12 @@ def _summary(documents: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     problems = document["problems"]
     where = "/".join(filter(None, (document["directory"], document["tag"])))
-    is_digested = document["verified_nbytes"] or not document["nbytes"]
-    state = "ok" if is_digested else "readable, and without digests that could show damage"
     if problems:
         state = f"DAMAGED, {units.count(len(problems), 'problem')}"
+    elif document["verified_nbytes"] or not document["nbytes"]:
+        state = "ok"
+    else:
+        state = "readable, and without digests that could show damage"
     yield f"{where}: {state}"
     yield from (f"  problem: {problem}" for problem in problems)
     if not document["files"]:
