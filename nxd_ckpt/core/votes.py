@@ -27,7 +27,7 @@ VALUES = " values"
 """End of what a claim is about, if that is no tensors."""
 
 FORMS = "forms"
-"""What an appeal asks a rank for that holds other tensors than its replica."""
+"""Subject of an appeal to a rank that holds other tensors than its replica: their names, dtypes and shapes."""
 
 _USER_CONTENT = f"0|user_content{VALUES}|{WHOLE}"
 """The claim of user content, of which a tag has rank 0's, for all."""

@@ -181,7 +181,7 @@ def _begin(storage: LocalStorage) -> None:
 
 def _write(storage: LocalStorage, name: str, checkpoint: Any, save_xser: bool, down_cast_bf16: bool) -> None:
     tensors = {id(tensor): tensor for _, tensor in iter_tensors(checkpoint, torch.Tensor)}
-    torch_xla.sync([*tensors.values()])
+    torch_xla.sync(tensors.values())
     on_host = dict(zip(tensors, torch_xla.to_cpu(list(tensors.values())), strict=True))
     files: list[PlannedFile] = []
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def rank_threads() -> int:
     return devices if devices > 1 and library._xla_get_replication_devices_count() else 0
 
 
-def sync(tensors: Sequence[torch.Tensor] | None = None) -> None:
+def sync(tensors: Iterable[torch.Tensor] | None = None) -> None:
     """Finish pending device work, if this process uses XLA devices at all.
 
     All of it, as the training loop's own step mark does: a graph cut to some tensors would be one more compilation.
@@ -76,7 +76,7 @@ def sync(tensors: Sequence[torch.Tensor] | None = None) -> None:
     library._set_all_reduce_token(device, None)
 
 
-def _has_pending(tensors: Sequence[torch.Tensor]) -> bool:
+def _has_pending(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether there may be pending work for ``tensors``; True on the main thread."""
     look = getattr(_loaded()._XLAC, "_check_tensor_need_materialization", None)
     return threading.current_thread() is threading.main_thread() or look is None or any(look(list(tensors)))

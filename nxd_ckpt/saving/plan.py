@@ -81,10 +81,10 @@ class SavePlan:
         return self.files if self.staged is None else (*self.files, self.staged)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
         """All live tensors of the state, also those that another rank writes."""
         own = () if self.replicas is None else self.replicas.tensors.values()
-        return [tensor for some in (*own, *(each.image.tensors for each in self.files)) for tensor in some]
+        return (tensor for some in (*own, *(each.image.tensors for each in self.files)) for tensor in some)
 
     def agreed(self, tag: str, topology: Topology) -> dict[str, Any]:
         """Return the facts that all ranks must agree on for this save.

@@ -225,9 +225,9 @@ class Payload:
         """The keys that were taken for each part, for people; "" for the state dict itself."""
         if self._is_bare_model or is_optimizer(self.content):
             return ""
-        found = [f"the {part} under {key!r}" for part, keys in _PARTS.items() if (key := self._key(keys)) is not None]
+        parts = [f"the {part} under {key!r}" for part, keys in _PARTS.items() if (key := self._key(keys)) is not None]
         rest = f"user content under {first_of(map(repr, self.rest))}" if self.rest else None
-        return ", ".join([*found, *([] if rest is None else [rest])])
+        return ", ".join([*parts, *([] if rest is None else [rest])])
 
     def _part(self, keys: tuple[str, ...]) -> dict[str, Any] | None:
         key = self._key(keys)

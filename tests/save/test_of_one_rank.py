@@ -202,7 +202,7 @@ def test_user_content_of_another_rank_alone_is_refused(gloo_ranks: RankPool, tmp
 
 
 def files(rank: int, directory: Path, ranks: list[int]) -> str:
-    """What a save says that is given a file on these ranks."""
+    """Refusal of a save that is given a file on these ranks; "" for none."""
     note = directory / f"note_{rank}"
     note.write_text(f"of rank {rank}")
     with Checkpointer(directory / "run") as checkpointer:
@@ -266,7 +266,7 @@ def test_a_parameter_of_one_optimizer_is_named(gloo_ranks: RankPool, tmp_path: P
 
 
 def other_buffer(rank: int, directory: Path) -> list[str]:
-    """What async saves of DTensors say before and after rank 2 got one more buffer, and after it lost that again."""
+    """Refusals of async saves of DTensors: before and after rank 2 got one more buffer, and after it lost that."""
     model = torch.nn.Linear(8, 8)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     messages = []

@@ -1,4 +1,4 @@
-"""To be imported first: no collection of garbage walks through what is imported next, a seventh of that time."""
+"""Garbage collection off, for modules that are imported after this one: it takes a seventh of their time."""
 
 import gc
 

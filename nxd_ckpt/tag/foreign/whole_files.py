@@ -107,8 +107,8 @@ def _placed(
 ) -> dict[Any, Any]:
     """Return what the files of an index hold, each read by ``read``. Raises MalformedFile if it says otherwise."""
     by_file = {file: read(f"{folder}{file}") for file in dict.fromkeys(places.values())}
-    held = {(key, file) for file, values in by_file.items() for key in values}
-    other = sorted({str(key) for key, _ in held ^ places.items()})
+    contents = {(key, file) for file, values in by_file.items() for key in values}
+    other = sorted({str(key) for key, _ in contents ^ places.items()})
     if other:
         raise MalformedFile(
             f"{files.where(folder)}: its index and its files differ in {first_of(other)}; the directory mixes files of "
