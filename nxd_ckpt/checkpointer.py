@@ -99,8 +99,8 @@ class Checkpointer(ClosesUnheld):
         self.resumed_from: str | None = None
         self._is_closed = self._has_saved = False
         self._pipeline = Pipeline(self.topology, chosen.memory_cap, shows=chosen.progress and self.topology.rank == 0)
-        self._lock = FairLock()
         self._failures = Failures(chosen)
+        self._lock = FairLock(self._failures.require_other_thread)
         self._pid = os.getpid()
         self._in_flight = UnfinishedSaves()
         self._versions: dict[str, str] = {}
@@ -475,6 +475,7 @@ class Checkpointer(ClosesUnheld):
     def release(self, *, final: bool = False) -> None:
         """Do the same as `close`, but unless it is ``final`` the next save takes directory and memory again."""
         require_own(self._pid, self.storage.url)
+        self._failures.require_other_thread("close")
         try:
             if not self._is_closed:
                 if self._has_saved and self.topology.rank == 0:

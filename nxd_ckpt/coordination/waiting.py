@@ -58,7 +58,9 @@ class FairLock:
     It uses no locks or events: a signal handler may interrupt their holder anywhere, and ask for a turn itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, require: Callable[[str], None] = lambda what: None) -> None:
+        """Make a lock; ``require`` raises, with the name of the call, on a thread that its holders may wait for."""
+        self._require = require
         self._queue: list[tuple[int, object]] = []  # the first has its turn; every change is atomic
 
     @contextmanager
@@ -69,6 +71,7 @@ class FairLock:
             CheckpointError: this very thread has the lock, or waits for it: a signal handler interrupted it.
             TimeoutError: it was not this thread's turn after ``timeout`` seconds.
         """
+        self._require(what)
         mine = (effects.get_ident(), object())
         if any(thread == mine[0] for thread, _ in list(self._queue)):
             raise CheckpointError(

@@ -40,6 +40,14 @@ class Failures:
         """True if a failure need not be raised."""
         return self._warns
 
+    def require_other_thread(self, call: str) -> None:
+        """Raise InvalidArgument in a callback of one of the saves: whoever has the Checkpointer may wait for it."""
+        if _calling.get(effects.get_ident()) is self:
+            raise InvalidArgument(
+                f"{call}: this function of add_done_callback runs on the thread that writes, and would wait for "
+                "itself: leave saving, loading and waiting to another thread"
+            )
+
     def decided(self, error: BaseException | None, informed: bool) -> bool:
         """Record the outcome of a save. Return whether its failure is tolerated.
 
@@ -291,11 +299,7 @@ class PendingSave(futures.Future[None]):
         """Wait up to ``timeout`` seconds; return whether it is decided. Never raises the failure."""
         if not self.done():
             self._require_own()
-            if _calling.get(effects.get_ident()) is self._progress.failures:
-                raise InvalidArgument(
-                    f"save of {self.tag!r} goes on, but this function of add_done_callback runs on the thread that "
-                    "writes, and would wait for itself: leave saving and waiting to another thread"
-                )
+            self._progress.failures.require_other_thread(f"waiting for the save of {self.tag!r}, which goes on")
             self._progress.awaited.set()
         try:
             super().exception(timeout)

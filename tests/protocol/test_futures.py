@@ -85,25 +85,40 @@ def test_callbacks_are_called_once_it_is_visible(tmp_path: Path) -> None:
     assert [(pending, True), "after an exit", pending] == seen
 
 
-def test_a_callback_that_waits_for_a_save_is_told(tmp_path: Path) -> None:
-    """On the thread that writes it would wait for itself, for ever; elsewhere it may wait. The save goes on."""
+def test_a_callback_that_would_wait_is_told(tmp_path: Path) -> None:
+    """On the thread that writes it would wait for itself, for ever, while a close waits for that; others it may use."""
     gate, saver = held(tmp_path / "run")
-    failed: list[BaseException] = []
+    closing = threading.Event()
+    refused: list[str] = []
 
-    def save_more(done: futures.Future[None]) -> None:
+    def call_all(done: futures.Future[None]) -> None:
+        closing.wait(HANGS)
         save_checkpoint(tmp_path / "mirror", "first", STATE)
-        try:
-            saver.save("second", STATE)
-        except InvalidArgument as error:
-            failed.append(error)
+        for call in (
+            lambda: saver.save("second", STATE),
+            lambda: saver.save("second", STATE, async_save=True),
+            lambda: saver.load("first", {}),
+            lambda: saver.load_latest({}),
+            lambda: saver.remove("first"),
+            lambda: saver.all_steps(),
+            lambda: later.result(HANGS),
+            saver.wait,
+            saver.rest,
+            saver.close,
+        ):
+            with pytest.raises(InvalidArgument, match="would wait for itself") as error:
+                call()
+            refused.append(str(error.value))
 
     with saver:
         pending = saver.save("first", STATE, async_save=True)
-        pending.add_done_callback(save_more)
-        gate.open.set()
-        pending.result(HANGS)
-    assert "save of 'second' goes on" in str(*failed)
-    assert ["second", "first"] == [open_checkpoint(path).tag for path in (tmp_path / "run", tmp_path / "mirror")]
+        pending.add_done_callback(call_all)
+        threading.Timer(0.2, gate.open.set).start()
+        later = saver.save("later", STATE, async_save=True)
+        threading.Timer(0.2, closing.set).start()
+    assert 10 == len(refused)
+    assert "the save of 'later', which goes on" in refused[6]
+    assert ["later", "first"] == [open_checkpoint(path).tag for path in (tmp_path / "run", tmp_path / "mirror")]
 
 
 @pytest.mark.parametrize("exits", [asyncio.CancelledError, SystemExit])
