@@ -41,7 +41,7 @@ class Failures:
         return self._warns
 
     def require_other_thread(self, call: str) -> None:
-        """Raise InvalidArgument in a callback of one of the saves: whoever has the Checkpointer may wait for it."""
+        """Raise InvalidArgument in a callback of a save: who has the Checkpointer may wait for that thread."""
         if _calling.get(effects.get_ident()) is self:
             raise InvalidArgument(
                 f"{call}: this function of add_done_callback runs on the thread that writes, and would wait for "
