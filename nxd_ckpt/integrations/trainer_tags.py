@@ -110,13 +110,14 @@ class TrainerSaves:
     ) -> None:
         """Save the files that the ranks have written, with model, optimizer, scheduler and user content.
 
-        All ranks call this, each when it has written its own files. Of all numbered checkpoints ``limit`` stay, if that
-        is not None or 0, of which ``best`` is one.
+        All ranks call this, each when it has written its own files, and wait for each other. Of all numbered
+        checkpoints ``limit`` stay, if that is not None or 0, of which ``best`` is one.
         """
         self._limit = limit
         self._best = best
         if limit:
             options["retain"] = [Last(limit, best)]
+        on_all(agreement, lambda: None)  # until then there are temporary files of ranks that still write
         staged = agreement.gather(list(_files_below(self._staged)))
         files = {name: os.path.join(self._staged, name) for names in staged or () for name in names}
         self._saving = self._checkpointer.save(self._name, *objects, files=files, **{**self._options, **options})

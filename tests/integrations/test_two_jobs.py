@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ TRAINERS = {
 
 def train(trainer: str, root: Path, then: Callable[[Path], object], first: int = 0) -> None:
     """Two saves of a real trainer; ``then`` is called in each, with the directory in which its files are written, and
-    nothing is saved yet. accelerate numbers them from ``first`` on."""
+    nothing is saved yet. accelerate numbers them from ``first`` on. Another rank finishes ``late.json`` last."""
     taken = TrainerSaves.save
 
     def disturbed(saves: TrainerSaves, agreement: Agreement, *objects: Any, **options: Any) -> None:
-        begun = Telling(agreement, lambda: then(Path(saves._staged)))
+        staged = Path(saves._staged)
+        (staged / ".unfinished").touch()
+        finish = partial((staged / ".unfinished").rename, staged / "late.json")
+        begun = Telling(agreement, finish, lambda: then(staged))
         taken(saves, begun, *objects, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,17 +44,18 @@ def train(trainer: str, root: Path, then: Callable[[Path], object], first: int =
 
 
 class Telling:
-    """An agreement that calls something once the ranks have told which files they wrote."""
+    """An agreement that calls one thing when all ranks are there, another once they have told which files they wrote.
+    """
 
-    def __init__(self, agreement: Any, then: Callable[[], object]) -> None:
-        self._agreement, self._then = agreement, then
+    def __init__(self, agreement: Any, met: Callable[[], object], told: Callable[[], object]) -> None:
+        self._agreement, self._met, self._told = agreement, met, told
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agreement, name)
 
     def gather(self, value: Any) -> Any:
         gathered = self._agreement.gather(value)
-        self._then()
+        (self._met if value is None else self._told)()
         return gathered
 
 
@@ -64,6 +69,14 @@ def test_a_file_of_a_trainer_that_vanishes_is_missed(trainer: str, file: str, tm
     with pytest.raises(SaveFailed, match=f"{file} was given to this save, and vanished"):
         train(trainer, tmp_path, lambda staged: (staged / file).unlink())
     assert not checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_files_of_a_save_are_those_of_ranks_that_have_finished(trainer: str, tmp_path: Path) -> None:
+    """Not the temporary ones of a rank that still writes when another has finished."""
+    train(trainer, tmp_path, lambda staged: None)
+    found = [path.name for place in checkpoints(tmp_path) for path in place.iterdir()]
+    assert (0, 2) == (found.count(".unfinished"), found.count("late.json"))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
