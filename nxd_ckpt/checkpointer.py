@@ -194,9 +194,9 @@ class Checkpointer(ClosesUnheld):
         changed on any (digests too, unless ``verify`` says otherwise). Empty dicts are filled.
 
         A path without tags may name a checkpoint of another program (``docs/convert.md``). Of Hugging Face's, which has
-        no optimizer, each rank reads its slices only. Numbers take the live dtype, unless that has a
-        smaller range. Parameters and buffers on the meta device get memory on the CPU, this rank's part of the model
-        and no more, and stay the same objects, with their attributes and ties; what is on another device stays there.
+        no optimizer, each rank reads its slices only. Numbers take the live dtype, unless that has a smaller range.
+        Parameters and buffers on the meta device get memory on the CPU, this rank's part of the model and no more, and
+        stay the same objects, with their attributes and ties; what is on another device stays there.
 
         Args:
             tag: its name, or its step: 300 is "300" or else the newest tag of that step. None takes the newest of all.
