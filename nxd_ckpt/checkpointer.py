@@ -132,8 +132,7 @@ class Checkpointer(ClosesUnheld):
         """Save the objects that are not None under ``tag``. Other keywords are the fields of `SaveOptions`.
 
         Returns once the state is staged in host memory (``async_save=True``) or the tag is visible and durable. From
-        the second async save on, this thread does the device-to-host copy and nothing else. If a save is still in
-        flight, it is waited for: there is one staging arena.
+        the second async save on, this thread copies from the device and does no more. A save in flight is waited for.
 
         An earlier async save that failed does not make this one fail: its own ``PendingSave``, `wait` or
         `close` reports it. With ``on_save_failure="warn"`` this call raises the last of too many that failed.
