@@ -23,7 +23,7 @@ import accelerate
 from accelerate import DistributedType
 from accelerate.state import is_initialized
 
-from nxd_ckpt.api import load_checkpoint
+from nxd_ckpt.api import close_checkpointers, load_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.coordination.rendezvous import meet
@@ -49,6 +49,7 @@ from nxd_ckpt.integrations.trainer_tags import (
     require_same_setting,
     tag_of,
 )
+from nxd_ckpt.live.named import is_placed
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.tag.digest_lists import STATE
@@ -116,6 +117,7 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
                 tensor of any of these has another name or shape; nothing was changed.
         """
         self._settle()
+        close_checkpointers()  # a run that failed in this process may still be saving
         place = directory_of(input_dir) if input_dir is not None else self._latest()
         tag = tag_of(place)
         if tag is None:
@@ -271,6 +273,11 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
             raise UnsupportedState(
                 f"nxd_ckpt's Accelerator saves with one process, data parallelism or FSDP2, not with "
                 f"{self.distributed_type}"
+            )
+        for placed in filter(is_placed, self._custom_objects):
+            raise UnsupportedState(
+                f"a registered {type(placed).__qualname__} has DTensors, and accelerate writes the main process's part "
+                "of them, which all ranks would load: prepare it as a model, or give its state_dict() whole tensors"
             )
 
     @property

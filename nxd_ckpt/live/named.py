@@ -88,7 +88,7 @@ def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObj
     on_mesh = {
         name: ObjectOnMesh(one)
         for name, one in named.items()
-        if name not in models and name not in optimizers and _is_placed(one)
+        if name not in models and name not in optimizers and is_placed(one)
     }
     if on_mesh and objects.optimizer is not None and not optimizers:
         several = by_name(objects.optimizer, "optimizer")
@@ -164,7 +164,8 @@ class ObjectOnMesh:
         self._one.load_state_dict(state)
 
 
-def _is_placed(one: Any) -> bool:
+def is_placed(one: Any) -> bool:
+    """Return whether the state of the object, one with ``load_state_dict``, has DTensors."""
     if "torch.distributed.tensor" not in sys.modules or not callable(getattr(one, "load_state_dict", None)):
         return False
     return any(is_dtensor(tensor) for _, tensor in iter_tensors(one.state_dict(), torch.Tensor))

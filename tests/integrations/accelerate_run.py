@@ -111,13 +111,19 @@ def resumed(rank: int, directory: Path, sharded: bool, own: bool = False) -> lis
         return job.run(2)
 
 
-def refused(rank: int, directory: Path) -> str:
-    """What is said to the first FSDP."""
-    with fresh():
-        job = Job(directory)
-        job.accelerator.state.distributed_type = DistributedType.FSDP
-        job.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-        return refusal(job.accelerator.save_state)
+def refused(rank: int, directory: Path) -> list[str]:
+    """What is said to the first FSDP, and to a registered object that has FSDP2's shards."""
+    said = []
+    for sharded in (False, True):
+        with fresh():
+            job = Job(directory, **(fsdp2() if sharded else {}))
+            if sharded:
+                job.accelerator.register_for_checkpointing(job.model)
+            else:
+                job.accelerator.state.distributed_type = DistributedType.FSDP
+                job.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+            said.append(refusal(job.accelerator.save_state))
+    return said
 
 
 def main_process_alone(rank: int, directory: Path) -> str:

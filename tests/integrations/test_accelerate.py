@@ -1,5 +1,6 @@
 """accelerate's save_state with our checkpoints: what it resumes, what stays, what killed saves leave."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
 )
 from nxd_ckpt.integrations.accelerate import Accelerator
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
 
@@ -45,6 +47,19 @@ def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path, whole: list[fl
     job.accelerator.load_state()
     assert whole[2:] == job.run(2)
     assert ["checkpoint_2", "checkpoint_3"] == names(tmp_path)
+
+
+def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the save that was under way, also if the disk is slow."""
+    rename = LocalStorage.rename
+
+    def slowly(*args: Any) -> None:
+        time.sleep(1)
+        rename(*args)
+
+    monkeypatch.setattr(LocalStorage, "rename", slowly)
+    Job(tmp_path).accelerator.save_state()
+    assert 1 == Job(tmp_path).resume()
 
 
 def test_a_checkpoint_is_a_tag_with_accelerates_files(tmp_path: Path) -> None:

@@ -49,9 +49,11 @@ def test_a_resumed_run_is_the_same_run(
     assert sharded == bool(tag.manifest.leaders)
 
 
-def test_the_first_fsdp_is_refused(tmp_path: Path, pool: RankPool) -> None:
+def test_what_would_be_one_ranks_part_is_refused(tmp_path: Path, pool: RankPool) -> None:
     """With what takes its place."""
-    assert [True, True] == ["fsdp_version=2" in said for said in pool.run(runs.refused, tmp_path)]
+    for fsdp, registered in pool.run(runs.refused, tmp_path):
+        assert "fsdp_version=2" in fsdp
+        assert "prepare it as a model" in registered
 
 
 def test_a_save_of_the_main_process_alone_is_refused_soon(tmp_path: Path, pool: RankPool) -> None:
