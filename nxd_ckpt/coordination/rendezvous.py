@@ -5,6 +5,9 @@ and answers all with the number of the meeting, under which they then agree. A r
 call, and rank 0 skips withdrawn calls. So ranks that were out of step, because only some of them made a call, are in
 step again at the next call that all make.
 
+torchrun keeps the store for the processes that it starts again, and with it what killed ones left there. A call counts
+only if it names the launch of rank 0's present process; one that does not is answered with that, and made again.
+
 At their first meeting they agree on a secret that only they know, though anybody on the network may read the store:
 torch's TCPStore does not authenticate clients. No secret is ever left there: ranks exchange Diffie-Hellman keys (the
 group ffdhe2048 of RFC 7919), and each rank passes the secret, encrypted, to at most 32 others. Reading the store does
@@ -212,6 +215,7 @@ class Rendezvous:
         self._peers: Rank0Connections | ConnectionToRank0 | None = None
         self._whereabouts: Whereabouts | None = None
         self._secret = secrets.token_bytes(32) if rank == 0 else None
+        self._launch = secrets.token_hex(8) if rank == 0 else None
 
     def meet(self, timeout: float, call: str) -> Agreement:
         """Meet the other ranks for ``call`` and return the agreement; see the function `meet`."""
@@ -220,15 +224,21 @@ class Rendezvous:
         words = Words(self._store, self._rank, timeout, self._is_gone, call, self._has_passed)
         with self._lock.held(call):
             if self._rank == 0:
-                number, hub, all_know = _call_in(words, self._world_size, call, self._hub())
+                number, hub, all_know = _call_in(words, self._world_size, [call, True, self._launch], self._hub())
             else:
-                number, hub, all_know = _ask(words, self._rank, call, self._secret is not None)
+                number, hub, all_know = self._answer_to(call, words)
             store = PrefixStore(f"meeting/{number}", self._store)
             if not all_know:
                 words = Words(store, self._rank, timeout, self._is_gone)
                 self._secret = job_secret(words, self._rank, self._world_size, self._secret or b"")
             self._connect(hub)
         return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers, self._secret)
+
+    def _answer_to(self, call: str, words: Words) -> _Answer:
+        while isinstance(answer := _ask(words, self._rank, [call, self._secret is not None, self._launch]), str):
+            self._launch = answer
+        number, hub, all_know = answer
+        return int(number), hub, all_know
 
     def leave(self) -> None:
         """Close the connections in a forked child: they are its parent's."""
@@ -264,17 +274,24 @@ _Answer = tuple[int, Address | None, bool]
 """Number of the meeting, address for connections, and whether all ranks know the job's secret."""
 
 
-def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> _Answer:
+def _call_in(words: Words, world_size: int, own: list[Any], hub: Address | None) -> _Answer:
     """Wait, on rank 0, for the other ranks' calls, and answer each, or tell why there is no meeting."""
     call_numbers: dict[int, int] = {}
     try:
-        calls = {0: [call, True]}
-        for rank in range(1, world_size):
-            call_numbers[rank], calls[rank] = _next_call(words, rank)
-        for rank, (other_call, _) in calls.items():
-            if other_call != call:
+        calls = {0: own}
+        awaited = deque(range(1, world_size))
+        while awaited:
+            rank = awaited.popleft()
+            number, call = _next_call(words, rank)
+            if call[-1] == own[-1]:
+                call_numbers[rank], calls[rank] = number, call
+            else:  # the first of its process, or of one that was killed before this launch
+                _answer(words, {rank: number}, {"value": own[-1]})
+                awaited.append(rank)
+        for rank, (other_call, *_) in calls.items():
+            if other_call != own[0]:
                 raise RanksDisagree(
-                    f"rank 0 calls {call}, rank {rank} {other_call}; all ranks must make the same calls, in the same "
+                    f"rank 0 calls {own[0]}, rank {rank} {other_call}; all ranks must make the same calls, in the same "
                     "order, and none of them inside 'if rank == 0:'"
                 )
         number = words.add("meetings", 1)
@@ -284,7 +301,7 @@ def _call_in(words: Words, world_size: int, call: str, hub: Address | None) -> _
                 call_numbers[rank] = call_number
         _answer(words, call_numbers, {"error": errors.to_wire(error)})
         raise
-    all_know = all(knows for _, knows in calls.values())
+    all_know = all(knows for _, knows, _ in calls.values())
     _answer(words, call_numbers, {"value": [number, hub, all_know]})
     return number, hub, all_know
 
@@ -306,12 +323,13 @@ def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
 
 
 def _came(words: Words, rank: int) -> int | None:
-    """Return the number of a rank's call that already waits for its answer; None if there is none."""
+    """Return the number of a rank's last call, if it already waits for its answer; None if there is none."""
+    newest = None
     with suppress(PeerTimeout):  # the store is gone
         while words.has(_call_key(rank, number := _number_of_next(words, rank))):
             if _taken(words, rank) is not None:
-                return number
-    return None
+                newest = number
+    return newest
 
 
 def _taken(words: Words, rank: int) -> list[Any] | None:
@@ -330,19 +348,18 @@ def _call_key(rank: int, number: int) -> str:
     return f"call/{rank}/{number}"
 
 
-def _ask(words: Words, rank: int, call: str, knows: bool) -> _Answer:
-    """Return, on another rank, rank 0's answer to this call."""
+def _ask(words: Words, rank: int, call: list[Any]) -> Any:
+    """Return, on another rank, rank 0's answer to this call; its launch, if that is another than the call names."""
     number = words.add(f"calls/{rank}", 1)
     answer = f"answer/{rank}/{number}"
     try:
-        words.leave(_call_key(rank, number), [call, knows])
+        words.leave(_call_key(rank, number), call)
         word = words.take(answer, 0)
     except BaseException as error:  # an interrupt too: rank 0 must not answer a rank that has left
         if words.add(f"claim/{rank}/{number}", 1) == 1 or not isinstance(error, PeerTimeout):  # now it is withdrawn
             raise
         word = words.take(answer, 0)  # rank 0 has just come
-    meeting, hub, all_know = answer_of(word)
-    return int(meeting), hub, all_know
+    return answer_of(word)
 
 
 _by_members: dict[tuple[int, ...] | None, Rendezvous] = {}

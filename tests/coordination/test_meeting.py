@@ -21,8 +21,13 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self._store = dist.HashStore()  # type: ignore[attr-defined]
-        self.venues = [Rendezvous(self._store, rank, world_size) for rank in range(world_size)]
+        self._world_size = world_size
         self.outcomes: dict[int, Any] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Their processes, new ones, which find the store as it is."""
+        self.venues = [Rendezvous(self._store, rank, self._world_size) for rank in range(self._world_size)]
 
     def meeting(self, rank: int, timeout: float, call: str = "save") -> threading.Thread:
         """A started thread in which ``rank`` comes."""
@@ -138,3 +143,26 @@ def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pyte
     for thread in threads:
         thread.join()
     assert [StoreAgreement] * 2 == [type(ranks.outcomes[rank]) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_a_killed_process_called_is_no_call_of_the_next_one(
+    order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun keeps the store for the processes that it starts again."""
+    ranks = Ranks(2)
+    with monkeypatch.context() as patch:
+
+        def killed(*_: object) -> None:
+            patch.setattr(agreement.Words, "add", killed)
+            raise SystemExit
+
+        patch.setattr(effects, "sleep", killed)  # while it waits for an answer
+        with pytest.raises(SystemExit):
+            ranks.venues[1].meet(LONG, "load")
+    ranks.start()
+    first = ranks.meeting(order[0], 60.0)
+    ranks.await_call(1, 2 if order[0] else 1)
+    for thread in [first, ranks.meeting(order[1], 60.0)]:
+        thread.join()
+    assert [StoreAgreement] * 2 == [type(ranks.outcomes[rank]) for rank in order], ranks.outcomes
