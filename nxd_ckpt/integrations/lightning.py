@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial, wraps
 from importlib import import_module
@@ -338,16 +338,39 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
         The saved run would not have begun another pass over the data there, which draws random numbers.
         """
-        loop = trainer.fit_loop
-        if self._random is not None and getattr(loop, "_combined_loader_states_to_load", None):
-            logger.warning(
-                "at the end of an epoch Lightning does not load the state of data loaders: one that draws its order by "
-                "itself, such as torchdata's StatefulDataLoader(shuffle=True), goes on in another order than the saved "
-                "run. Resume from the middle of an epoch (every_n_train_steps=), or use torch's DataLoader"
-            )
-        if self._random is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
-            restore_random_state(self._random)
+        if self._random is not None:
+            for lost in _lost(trainer):
+                logger.warning(lost)
+            if _is_mid_epoch(trainer.fit_loop):
+                restore_random_state(self._random)
         self._random = None
+
+
+def _is_mid_epoch(loop: Any) -> bool:
+    return bool(loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _lost(trainer: Any) -> Iterator[str]:
+    """Yield what Lightning does not resume as it was, so that the resumed run is another."""
+    loop = trainer.fit_loop
+    if getattr(loop, "_combined_loader_states_to_load", None):
+        yield (
+            "at the end of an epoch Lightning does not load the state of data loaders: one that draws its order by "
+            "itself, such as torchdata's StatefulDataLoader(shuffle=True), goes on in another order than the saved "
+            "run. Resume from the middle of an epoch (every_n_train_steps=), or use torch's DataLoader"
+        )
+    if trainer.world_size > 1 and _is_mid_epoch(loop):
+        yield (
+            "in the middle of an epoch Lightning loads the state of the first rank's data loaders on all ranks, and "
+            "they may go on with other data than the saved run. Resume from the end of an epoch"
+        )
+    at_end = loop.restarted_on_epoch_end or loop.resumed_on_epoch_end
+    if at_end and any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs):
+        yield (
+            "Lightning saves at the end of an epoch before the step of ReduceLROnPlateau, and leaves that step out "
+            "when it resumes: the learning rate may be another than the saved run's. Schedules without a metric go on "
+            "as they were"
+        )
 
 
 def _asking(

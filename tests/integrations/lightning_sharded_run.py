@@ -1,8 +1,10 @@
 """Runs of the small Lightning module under FSDP2 and torch's first FSDP, on each rank of a process group."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytorch_lightning as pl
 import torch
@@ -14,7 +16,7 @@ from examples.train_lightning_fsdp2 import main
 from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
 from nxd_ckpt.integrations.lightning_sharded import FSDPStrategy, ModelParallelStrategy
 from nxd_ckpt.live.dtensor import local_of
-from tests.integrations.lightning_run import Module, every_epoch, fit
+from tests.integrations.lightning_run import Module, ResumableLoader, every_epoch, fit
 from tests.support.refusals import refusal, refusals
 
 RANKS = 2
@@ -109,6 +111,18 @@ def continued(rank: int, directory: Path, form: str) -> tuple[list[float], list[
     run(directory, form, epochs=2, strategy=LIGHTNINGS[form])
     module = run(directory, form, ckpt_path="last", seed=2)
     return module.losses, held(module)
+
+
+def in_the_middle(rank: int, directory: Path) -> str:
+    """What is said to a run that goes on in the middle of an epoch."""
+    ranks, said = dist.get_world_size(), list[str]()
+    for path in (None, directory / "epoch=0-step=1.ckpt"):
+        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+        with mock.patch.object(logging.getLogger("nxd_ckpt"), "warning", lambda text, *of: said.append(text)):
+            checkpoints = every_epoch(directory, every_n_train_steps=1)
+            loader = ResumableLoader()
+            fit(checkpoints, epochs=1, ckpt_path=path, loader=loader, kind=Sharded, strategy=strategy, devices=ranks)
+    return " ".join(said)
 
 
 class AsTheTuner(pl.Callback):  # type: ignore[misc]

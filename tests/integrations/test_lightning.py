@@ -95,6 +95,23 @@ def test_a_loader_that_draws_its_order(every: int | None, tmp_path: Path, caplog
     assert is_same == ("goes on in another order" not in caplog.text) == (every == 1)
 
 
+class Waiting(Module):
+    """Reduces its learning rate after each epoch but the first."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer_class(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+def test_a_schedule_that_waits_for_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the end of an epoch Lightning saves before its step, and leaves that out later. A warning says so."""
+    whole = fit(every_epoch(tmp_path / "whole"), kind=Waiting)
+    resumed = fit(every_epoch(tmp_path), ckpt_path=tmp_path / "whole" / "epoch=1-step=4.ckpt", seed=2, kind=Waiting)
+    assert weights(whole) != weights(resumed)
+    assert "step of ReduceLROnPlateau" in caplog.text
+
+
 def test_a_checkpoint_is_a_tag_of_named_tensors(saved: Path) -> None:
     """The optimizer's state too has the names of the model's parameters; all that is Lightning's is user content."""
     tag = open_checkpoint(saved, "last.ckpt")

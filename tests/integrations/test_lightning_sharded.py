@@ -88,6 +88,13 @@ def test_another_run_is_refused(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_the_data_of_ranks_in_the_middle_of_an_epoch(tmp_path: Path, pool: RankPool) -> None:
+    """Lightning has the first rank's position for all of them. A warning says so."""
+    for said in pool.run(runs.in_the_middle, tmp_path, timeout=300):
+        assert "with other data than the saved run" in said
+
+
+@pytest.mark.soak
 def test_a_resumed_run_is_the_same_run(form: str, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
     """Losses and weights of each rank equal those of a run that was not stopped, and a tag has each rank's shards."""
     assert rest(whole) == pool.run(runs.resumed, tmp_path, form)
