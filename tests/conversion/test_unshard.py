@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
-from nxd_ckpt import UnshardStrategy, convert, save_checkpoint, unshard_checkpoint
+from nxd_ckpt import UnshardStrategy, convert, load_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
 from tests.conversion.tags import Tree, contents, model, save_example, whole
@@ -112,6 +112,18 @@ def test_tags_of_nxd_are_unsharded(golden: Path, tmp_path: Path) -> None:
     with pytest.raises(TopologyMismatch, match="partitions="):
         unshard_checkpoint(cut.directory / cut.tags[0], tmp_path / "cut", optim=False)
     assert not (tmp_path / "cut").exists()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_without_state_loads_again(tmp_path: Path, strategy: str) -> None:
+    """Of safetensors, too, which have none of its tensors."""
+    model = torch.nn.Linear(2, 2)
+    save_checkpoint(tmp_path / "run", "t", model, torch.optim.SGD(model.parameters(), lr=0.5), durable=False)
+    options: dict[str, Any] = {"unshard_strategy": STRATEGIES[strategy], "use_safetensors": True, "durable": False}
+    convert(tmp_path / "run", tmp_path / "files", to="files", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=7.0)
+    load_checkpoint(tmp_path / "files", model=model, optimizer=optimizer)
+    assert 0.5 == optimizer.param_groups[0]["lr"]
 
 
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:

@@ -162,7 +162,8 @@ def _unsharded(files: TagFiles, mark: str) -> dict[str, Any]:
         tensors = dict(files.safetensors("optim.safetensors"))
     else:
         places = by_index(files, mark)
-        if not any(file.endswith(".safetensors") for file in places.values()):
+        is_of_torch = not (files.has(document) or any(file.endswith(".safetensors") for file in places.values()))
+        if is_of_torch:
             return _of_chunks(files, folder, places)
         tensors = _placed(files, folder, places, files.safetensors)
     content = _json(files, document) if files.has(document) else {}
