@@ -172,7 +172,16 @@ def locate_apart(path: StrPath, source: Location, options: StorageOptions | None
 
 
 def refuse_inside_tag(target: Location, storage: Storage) -> None:
-    """Raise InvalidArgument for an output inside a tag, which would be copied and removed with the tag."""
+    """Raise InvalidArgument for an output inside a tag, which would be copied and removed with the tag.
+
+    So it does for one in a directory that nxd_ckpt keeps for itself beside tags.
+    """
+    above, hidden, _ = f"{target.path}/".partition(f"/{HIDDEN}/")
+    if hidden:
+        raise InvalidArgument(
+            f"output {target.path} is in {above}/{HIDDEN}, which is nxd_ckpt's own and may be removed; choose a path "
+            "outside of it"
+        )
     around = tag_around(storage)
     if around is not None:
         raise InvalidArgument(f"output {target.path} is inside the checkpoint {around}; choose a path outside of it")

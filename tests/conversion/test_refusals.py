@@ -102,6 +102,20 @@ def test_an_output_that_touches_the_input(tmp_path: Path, output: str) -> None:
     refused(InvalidArgument, "one is inside the other", source, tmp_path / output, **options)
 
 
+@pytest.mark.parametrize("to", ["tag", "files", "dcp", "tar"])
+@pytest.mark.parametrize("output", ["run/.nxd_ckpt/x", "run/step_3/../.nxd_ckpt/staging/x", "link/x"])
+def test_an_output_among_what_is_kept_for_a_run(tmp_path: Path, output: str, to: Form) -> None:
+    """It would be removed with that, or read as a part of it; also by a link."""
+    source = save_example(tmp_path / "input", 2)
+    hidden = save_example(tmp_path / "run", 2).parent / ".nxd_ckpt"
+    hidden.mkdir(exist_ok=True)
+    (tmp_path / "link").symlink_to(hidden)
+    before = contents(tmp_path / "run")
+    with pytest.raises(InvalidArgument, match=r"run/\.nxd_ckpt, which is nxd_ckpt's own"):
+        convert(source, tmp_path / (output + ".tar" * (to == "tar")), to=to)
+    assert before == contents(tmp_path / "run")
+
+
 def test_an_output_that_exists_is_replaced_on_request_only(tmp_path: Path) -> None:
     """It is replaced only on request, and never if it is not a checkpoint; an empty directory may be there."""
     source = save_example(tmp_path / "input", 2)
