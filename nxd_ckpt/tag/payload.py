@@ -234,7 +234,10 @@ class Payload:
         return None if key is None else _alone(self.content[key])
 
     def _key(self, keys: tuple[str, ...]) -> str | None:
-        return next((key for key in keys if isinstance(_alone(self.content.get(key)), dict)), None)
+        """Return the first key of a dict; a script may have its configuration of a model under one before the state."""
+        parts = {key: part for key in keys if isinstance(part := _alone(self.content.get(key)), dict)}
+        states = (key for key, part in parts.items() if _is_state(part) or any(iter_tensors(part)))
+        return next(states, next(iter(parts), None))
 
 
 def _alone(value: Any) -> Any:

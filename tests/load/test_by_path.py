@@ -225,6 +225,15 @@ WITH_OPTIMIZER: dict[str, Callable[[Path, Job], Path]] = {
     "a script's other file": file_of(
         "x.pth", lambda job: {"model_state_dict": job[0].state_dict(), "optimizer_state_dict": job[1].state_dict()}
     ),
+    "a script's file with its settings": file_of(
+        "x.pt",
+        lambda job: {
+            "model": {"width": 3},
+            "optimizer": {"name": "adamw"},
+            "model_state_dict": job[0].state_dict(),
+            "optimizer_state_dict": job[1].state_dict(),
+        },
+    ),
     "a script's file called an archive": file_of(
         "checkpoint.pth.tar", lambda job: {"state_dict": job[0].state_dict(), "optimizer": job[1].state_dict()}
     ),
