@@ -79,8 +79,6 @@ class MappedWeights(OpenTag):
         self._rules = self._rule_names(model.names())
         matches, self._without_rule = self._mapping.split(self._rules)
         self._matches = {self._rules[match.name]: match for match in matches}
-        if request.reports_progress and directory.strays is not None:
-            logger.warning("%s", directory.strays)
         for reason, names in self._tensors.left_out.items() if request.reports_progress else ():
             logger.warning("%s: left out, %s: %s", self.where, reason, first_of(names))
 

@@ -322,10 +322,14 @@ class ByPath(NamedTuple):
     def open(self, storage: Storage, key: str, *, trust_pickle: bool = False, tells: bool = True) -> OpenTag:
         """Open it as ``key`` of the storage. Raises the errors of opening its layout.
 
-        With ``tells`` a warning says which keys of a script's own dict were taken for model and optimizer.
+        With ``tells`` a warning says which keys of a script's own dict were taken for model and optimizer, and which
+        files of weights are not read.
         """
         if self.is_weights:
-            return OpenTag(storage, key, WeightsLayout(open_weights(storage, key)), None)
+            directory = open_weights(storage, key)
+            if tells and directory.strays is not None:
+                logger.warning("%s", directory.strays)
+            return OpenTag(storage, key, WeightsLayout(directory), None)
         writer = Program(self.writer)
         layout = None if writer.writes_tags else open_as(writer, storage, key, trust_pickle=trust_pickle)
         if layout is None:

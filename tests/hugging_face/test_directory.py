@@ -181,13 +181,15 @@ def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
     assert directory.strays is None
 
 
-def test_weights_that_are_not_read_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An old single file beside an index, which transformers would read; by an import and a load."""
+@pytest.mark.parametrize("old", ["model.safetensors", BIN])
+def test_weights_that_are_not_read_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, old: str) -> None:
+    """An old single file beside an index, which transformers would read; by an import, a copy and a load."""
     state = write_model(tmp_path / "hf", Model(), shards=2)
-    save_file({"old": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
-    said = r"hf: model\.safetensors not read, since model\.safetensors\.index\.json says .* model-00001-of-00002"
+    (save_file if old == "model.safetensors" else torch.save)({"old": torch.ones(1)}, tmp_path / "hf" / old)
+    said = rf"hf: {old} not read, since model\.safetensors\.index\.json says .* model-00001-of-00002"
     convert(tmp_path / "hf", tmp_path / "run" / "s", to="tag", names="nxd")
-    assert 1 == len([one for one in caplog.messages if re.search(said, one)])
+    convert(tmp_path / "hf", tmp_path / "files", to="files")
+    assert 2 == len([one for one in caplog.messages if re.search(said, one)])
     caplog.clear()
     model = live(Job(Model()).rank(state))
     load_checkpoint(tmp_path / "hf", model=model)

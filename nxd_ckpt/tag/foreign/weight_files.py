@@ -119,7 +119,8 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
         else:
             continue
         used = {*places.values()}
-        strays = tuple(name for name in names if _is_of(name, kind) and name not in {*used, kind.index})
+        similar = (name for name in names if any(_is_of(name, each) for each in _KINDS[:2]))
+        strays = tuple(name for name in similar if name not in {*used, kind.index})
         return WeightFiles(places, kind.index if kind.index in names else "the names of its files", strays)
     others = [
         name
