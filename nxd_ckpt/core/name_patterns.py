@@ -32,7 +32,7 @@ class Ignored:
 
     def __init__(self, globs: Iterable[str] = (), names: Iterable[str] = ()) -> None:
         globs = list(globs)
-        self._exact = {*names, *(glob for glob in globs if not _WILD.search(glob))}
+        self._exact = {*names, *globs}  # a name may have a bracket
         wild = [glob for glob in globs if _WILD.search(glob)]
         self._globs = [re.compile(translate(glob)) for glob in wild]
         # Such a glob that matches "optim/" matches everything that follows.

@@ -46,6 +46,14 @@ def test_a_glob_of_all_that_is_below_a_part_leaves_it_out(run: Path, glob: str) 
     assert {"epoch": 0 if glob == "scheduler/*" else 7} == scheduler
 
 
+def test_a_name_with_a_bracket_is_left_out_by_itself(tmp_path: Path) -> None:
+    """As messages write it, though as a glob it matches another."""
+    save_checkpoint(tmp_path, "t", {"w[0]": torch.ones(1), "w[1]": torch.ones(1)}, durable=False)
+    loaded: dict[str, Any] = {}
+    load_checkpoint(tmp_path, "t", loaded, ignore_keys=["model/w[0]"])
+    assert {"w[1]"} == loaded.keys()
+
+
 def test_every_part_can_be_left_out_by_itself(run: Path) -> None:
     """What is left out keeps what it has live, and is not returned; the rest is loaded."""
     model, scheduler = Named(dict.fromkeys(SAVED, 77.0)), {"epoch": 0}
