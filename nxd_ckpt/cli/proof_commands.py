@@ -83,9 +83,16 @@ def _advice(document: dict[str, Any], options: StorageOptions | None) -> Iterato
 
 
 def _summary(documents: Sequence[dict[str, Any]]) -> Iterator[str]:
-    undamaged = [document["tag"] for document in documents if document["ok"]]
+    readable = [document for document in documents if document["ok"]]
+    undamaged = [document["tag"] for document in readable if _has_digests(document)]
     newest = f"; the newest is {undamaged[-1]}" if undamaged else ""
-    yield f"{len(undamaged)} of {units.count(len(documents), 'tag')} undamaged{newest}"
+    others = len(readable) - len(undamaged)
+    unknown = f"; {others} readable, and without digests that could show damage" if others else ""
+    yield f"{len(undamaged)} of {units.count(len(documents), 'tag')} undamaged{newest}{unknown}"
+
+
+def _has_digests(document: dict[str, Any]) -> bool:
+    return bool(document["verified_nbytes"] or not document["nbytes"])
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
@@ -93,7 +100,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     where = "/".join(filter(None, (document["directory"], document["tag"])))
     if problems:
         state = f"DAMAGED, {units.count(len(problems), 'problem')}"
-    elif document["verified_nbytes"] or not document["nbytes"]:
+    elif _has_digests(document):
         state = "ok"
     else:
         state = "readable, and without digests that could show damage"

@@ -102,6 +102,7 @@ def test_what_has_no_digests_is_not_called_ok(run: Run, tmp_path: Path) -> None:
     for command in (("verify",), ("verify", "--all")):
         outcome = run(*command, weights.parent)
         assert (0, True) == (outcome.code, "model: readable, and without digests that could show damage" in outcome.out)
+    assert "0 of 1 tag undamaged; 1 readable, and without digests" in outcome.out
     weights.write_bytes(weights.read_bytes()[:-4])
     outcome = run("verify", weights.parent)
     assert (1, False) == (outcome.code, "fallback=True" in outcome.out)
