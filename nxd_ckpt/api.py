@@ -122,7 +122,7 @@ def save_checkpoint(
     own |= {"zero1_optimizer": zero1_optimizer, "use_zero1_dcp": use_zero1_dcp}
     own["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
     name = str(tag) if isinstance(tag, int) and not isinstance(tag, bool) else tag  # as with neuronx_distributed
-    saved = ("" if name is None else name, model, optimizer, scheduler, user_content)  # "" is refused, on all ranks
+    saved: tuple[Any, ...] = (name, model, optimizer, scheduler, user_content)  # no name is refused, on all ranks
     keywords = {"state": state, "rank_content": rank_content, "async_save": async_save, "tag_values": tag_values, **own}
     with _shared_checkpointer(_directory(checkpoint_dir_str, path, tiers), tiers, shared) as checkpointer:
         return checkpointer.save(*saved, **keywords)

@@ -189,9 +189,10 @@ def _raise_loss_of(vote: Vote, votes: Sequence[Vote]) -> None:
     for claim in map(Claim.of, vote.claims):
         if claim.what.endswith(VALUES) and claim.key not in votes[claim.writes].claims:
             what = claim.what.removesuffix(VALUES)
+            alone = "" if what == "files" else ", or save what this rank alone has by rank_content="
             raise RanksDisagree(
                 f"rank {vote.rank} saves {_BESIDE.get(what, what)}, and rank {claim.writes}, which writes that for "
-                "all, has none: pass it on all ranks, or save what this rank alone has by rank_content="
+                f"all, has none: pass it on all ranks{alone}"
             )
 
 

@@ -275,8 +275,8 @@ class _Parts:
             raise MalformedFile(f"a tensor in {shown(storage)}, expected a storage")
         if bits:
             raise UnsupportedState(
-                f"{self._file}: a tensor is stored with its bits {shown(bits)} to be applied; "
-                "save it again after .resolve_conj().resolve_neg()"
+                f"{self._file}: it holds a tensor whose values are still to be conjugated or negated; save it again "
+                "after .resolve_conj().resolve_neg()"
             )
         if not _are_counts(shape) or not _are_counts(stride) or type(offset) is not int or offset < 0:
             raise MalformedFile(f"a tensor of offset {shown(offset)}, shape {shown(shape)} and stride {shown(stride)}")

@@ -362,17 +362,22 @@ def can_rename(storage: Storage, key: str) -> bool:
     source = f"{key}.source"
     target = f"{key}.target"
     storage.remove(target)  # of a process that was killed here
-    storage.write(f"{source}/file", b"1")
+    try:
+        storage.write(f"{source}/file", b"1")
+        return _renames(storage, source, target)
+    finally:
+        with suppress(OSError):  # else the next that tries removes it
+            storage.remove(source)
+            storage.remove(target)
+
+
+def _renames(storage: Storage, source: str, target: str) -> bool:
     try:
         storage.rename(source, target)
     except OSError as error:
         if error.errno not in _CANNOT_RENAME:
             raise
         return False
-    finally:
-        with suppress(OSError):  # else the next that tries removes it
-            storage.remove(source)
-            storage.remove(target)
     return True
 
 

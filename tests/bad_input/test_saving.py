@@ -32,10 +32,10 @@ def _with_a_key(part: str, key: Any) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("tag", [*TAGS, None])
 def test_a_tag_must_be_a_plain_visible_name(tmp_path: Path, tag: Any) -> None:
     """Anything else is refused, naming it, before the directory is created."""
-    refuse(tmp_path / "ckpt", tag, errors.InvalidTag, "tag")
+    refuse(tmp_path / "ckpt", tag, errors.InvalidTag, "found None" if tag is None else "tag")
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_files_of_another_rank_alone_are_refused(gloo_ranks: RankPool, tmp_path:
     """They were left out without a word; rank 0's are taken for all."""
     messages = gloo_ranks.run(files, tmp_path, ranks)
     assert all(("rank 2 saves files=, and rank 0" in each) == (ranks == [2]) for each in messages)
+    assert not any("rank_content=" in each for each in messages)  # it takes no files
     assert (0 in ranks) == (tmp_path / "run" / "step_1" / "note").is_file()
 
 

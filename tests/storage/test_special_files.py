@@ -10,7 +10,8 @@ import pytest
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.errors import MalformedFile
-from nxd_ckpt.storage.base import DirEntry
+from nxd_ckpt.storage import local_files
+from nxd_ckpt.storage.base import DirEntry, can_rename
 from nxd_ckpt.storage.local import LocalStorage
 
 
@@ -63,6 +64,18 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(MalformedFile, match=f"has {2**40} bytes, at most {DOCUMENT} are"):
         LocalStorage(tmp_path).read("sparse")
+
+
+def test_a_disk_that_is_full_when_renames_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the trial stays."""
+    monkeypatch.setattr(local_files, "write_at", lambda *arguments: fail(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        can_rename(LocalStorage(tmp_path), "trial")
+    assert [] == os.listdir(tmp_path)
+
+
+def fail(error: OSError) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("key", ["../outside", "a/../../outside", "/etc/passwd", "a//b", ".", "nul\0"])
