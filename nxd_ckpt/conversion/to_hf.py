@@ -304,7 +304,8 @@ class _Job:
         self.mapped.require_all()
         if self.optimizer is not None:
             self.optimizer.require_all()
-        _ = self.weight_files  # raises here if they cannot be planned
+        for file in self.weight_files:
+            _ = file.image  # raises here if it cannot be planned
 
     def summary(self) -> Converted:
         tensors = tuple(
@@ -364,10 +365,10 @@ def _ready(job: _Job, chosen: ConvertOptions) -> Output:
 
 
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
-    decided_by_rank0(agreement, output.begin)
     mine = job.weight_files[agreement.rank :: agreement.world_size]
     nbytes = sum(file.image.nbytes for file in mine)
     written = Counter()
+    decided_by_rank0(agreement, output.begin)
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
             in_turns(agreement, [partial(_write_file, job, output, file, written) for file in mine])

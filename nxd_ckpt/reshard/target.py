@@ -307,11 +307,12 @@ def _check_experts(context: ReshardContext) -> None:
 
 
 def _ties(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return, for each name that shares its leaf (equal bytes of one file), the first name that shares it."""
+    """Return, for each name that shares its leaf (equal bytes of one file, in one form), the first that shares it."""
     names: dict[Any, list[str]] = {}
     for name, leaf in tree.items():
         if isinstance(leaf, _LEAVES):
-            names.setdefault((leaf.file, leaf.offset) if isinstance(leaf, TensorStub) else leaf, []).append(name)
+            place = (leaf.file, leaf.offset, leaf.stride) if isinstance(leaf, TensorStub) else None
+            names.setdefault(leaf if place is None else (*place, *form_of(leaf)), []).append(name)
     return {name: group[0] for group in names.values() if len(group) > 1 for name in group}
 
 

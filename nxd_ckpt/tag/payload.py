@@ -19,7 +19,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, iter_tensors, map_tensors, tensor_types
-from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.tag.files import MissingTensor, TagFiles
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -234,10 +234,12 @@ class Payload:
         return None if key is None else _alone(self.content[key])
 
     def _key(self, keys: tuple[str, ...]) -> str | None:
-        """Return the first key of a dict; a script may have its configuration of a model under one before the state."""
+        """Return the first key of a state; under others a script may have its settings of model and optimizer."""
         parts = {key: part for key in keys if isinstance(part := _alone(self.content.get(key)), dict)}
-        states = (key for key, part in parts.items() if _is_state(part) or any(iter_tensors(part)))
-        return next(states, next(iter(parts), None))
+        leaves = (*tensor_types(), MissingTensor)
+        states = (key for key, part in parts.items() if _is_state(part) or any(iter_tensors(part, leaves)))
+        others = (key for key, part in parts.items() if not part or keys is _SCHEDULER_KEYS)
+        return next(states, next(others, None))
 
 
 def _alone(value: Any) -> Any:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nxd_ckpt import convert, open_checkpoint, save_checkpoint
+from nxd_ckpt import convert, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.converting import FORMS
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, UnsupportedState
+from nxd_ckpt.options.conversion import Form
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, write_config
 from tests.migrate.layouts import LAYOUTS, PLAIN, options_of, untrained
@@ -197,3 +198,24 @@ def test_all_that_a_form_lacks_is_named(tmp_path: Path) -> None:
     run = LAYOUTS["optimum"].write(tmp_path / "optimum")
     assert (run / "scheduler.pt").exists()
     assert "scheduler.pt" in convert(run, tmp_path / "of the run", to="tag", durable=False).left_out
+
+
+@pytest.mark.parametrize("form", ["tag", "files", "dcp"])
+def test_views_of_one_memory_stay_apart(tmp_path: Path, form: Form) -> None:
+    """They begin at the same byte of a file, and are tied only if they are alike in all else."""
+    whole = torch.arange(12.0)
+    views = {"turned": whole.view(3, 4).T, "every other": whole[::2], "tied": whole}
+    torch.save({"whole": whole, **views}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / form, to=form, durable=False)
+    loaded: State = {}
+    load_checkpoint(tmp_path / form, model=loaded)
+    assert [] == differences({"whole": whole, **views}, loaded)
+
+
+def test_an_export_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    """Also no lease, which would keep this process from another try."""
+    torch.save({"w": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.pt")
+    for _ in range(2):
+        with pytest.raises(UnsupportedState, match="complex128"):
+            convert(tmp_path / "x.pt", tmp_path / "hf", to="hf")
+    assert [tmp_path / "x.pt"] == [*tmp_path.iterdir()]

@@ -126,6 +126,18 @@ def test_an_optimizer_without_state_loads_again(tmp_path: Path, strategy: str) -
     assert 0.5 == optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("state", [{"deep": {"w": torch.ones(2)}}, {"w": torch.ones(2), "_extra_state": "own", "n": 3}])
+def test_a_model_of_more_than_tensors_loads_again(tmp_path: Path, state: Tree, strategy: str) -> None:
+    """Of dicts, and of extra state."""
+    torch.save({"model": state}, tmp_path / "x.pt")
+    options: dict[str, Any] = {"unshard_strategy": STRATEGIES[strategy], "durable": False}
+    convert(tmp_path / "x.pt", tmp_path / "files", to="files", **options)
+    loaded: Tree = {}
+    load_checkpoint(tmp_path / "files", model=loaded)
+    assert None is difference(state, loaded)
+
+
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     """Each tensor gets a file of its own, none outside of the directory, and the index tells which."""
     state = {name: torch.full((2,), number) for number, name in enumerate(("a.b", "a-b", "A.b", "../x", "é" * 300))}

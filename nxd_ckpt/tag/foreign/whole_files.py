@@ -26,7 +26,7 @@ from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.weight_files import by_index, find_weights, has_weights, tensors_of
+from nxd_ckpt.tag.foreign.weight_files import by_index, find_weights, has_weights
 from nxd_ckpt.tag.payload import Payload, PayloadFile, checked_dict, payload_of
 
 OPTIMIZER = "optimizer.safetensors"
@@ -93,13 +93,17 @@ def _has(files: TagFiles, file: str) -> bool:
 def _model(files: TagFiles) -> dict[str, Any]:
     if files.has(_MODEL):
         payload = payload_of(files.tree(_MODEL), files.where(_MODEL))
-        return {**payload.rest, "model": payload.model}
+        return {**payload.rest, "model": payload.model} if payload.model is not None else {"model": payload.content}
     folder = next((each for each in _MODELS if files.names().get(each) is True), None)
     if folder is None:
         return {}
     inner = TagFiles(files.storage, files.key(folder), trust_pickle=files.trust_pickle)
-    places = find_weights(inner, lambda file: tensors_of(files, f"{folder}/{file}")).places
-    return {"model": _placed(files, f"{folder}/", places, partial(tensors_of, files))}
+
+    def read(file: str) -> Mapping[str, Any]:  # a state dict may have values that are no tensors
+        return files.safetensors(file) if file.endswith(".safetensors") else _tree(files, file)
+
+    places = find_weights(inner, lambda file: read(f"{folder}/{file}")).places
+    return {"model": _placed(files, f"{folder}/", places, read)}
 
 
 def _placed(
