@@ -109,7 +109,7 @@ def items_of(tag: WholeTag, part: str) -> list[Item]:
     state = tag.optimizer_state().items()
     entries = [Item(("state", name, key), value) for name, slot in state for key, value in slot.items()]
     entries += [Item(("state", key), value) for key, value in tag.general_state.items()]
-    return [*entries, Item(("param_groups",), tag.param_groups)]
+    return [*(entries or [Item(("state",), {})]), Item(("param_groups",), tag.param_groups)]
 
 
 def split(items: Iterable[Item], part: str) -> tuple[list[Item], list[Item]]:

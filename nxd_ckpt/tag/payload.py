@@ -236,10 +236,8 @@ class Payload:
     def _key(self, keys: tuple[str, ...]) -> str | None:
         """Return the first key of a state; under others a script may have its settings of model and optimizer."""
         parts = {key: part for key in keys if isinstance(part := _alone(self.content.get(key)), dict)}
-        leaves = (*tensor_types(), MissingTensor)
-        states = (key for key, part in parts.items() if _is_state(part) or any(iter_tensors(part, leaves)))
         others = (key for key, part in parts.items() if not part or keys is _SCHEDULER_KEYS)
-        return next(states, next(others, None))
+        return next((key for key, part in parts.items() if _holds_state(part)), next(others, None))
 
 
 def _alone(value: Any) -> Any:
@@ -249,6 +247,10 @@ def _alone(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     return value[0] if len(value) == 1 else None
+
+
+def _holds_state(part: dict[str, Any]) -> bool:
+    return _is_state(part) or "param_groups" in part or any(iter_tensors(part, (*tensor_types(), MissingTensor)))
 
 
 def _is_state(value: Any) -> bool:

@@ -115,12 +115,15 @@ def test_tags_of_nxd_are_unsharded(golden: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_without_state_loads_again(tmp_path: Path, strategy: str) -> None:
-    """Of safetensors, too, which have none of its tensors."""
+@pytest.mark.parametrize("use_safetensors", [False, True])
+def test_an_optimizer_without_state_loads_again(tmp_path: Path, strategy: str, use_safetensors: bool) -> None:
+    """Of safetensors, too, which have none of its tensors; in torch's form it has a state, without entries."""
     model = torch.nn.Linear(2, 2)
     save_checkpoint(tmp_path / "run", "t", model, torch.optim.SGD(model.parameters(), lr=0.5), durable=False)
-    options: dict[str, Any] = {"unshard_strategy": STRATEGIES[strategy], "use_safetensors": True, "durable": False}
-    convert(tmp_path / "run", tmp_path / "files", to="files", **options)
+    options: dict[str, Any] = {"unshard_strategy": STRATEGIES[strategy], "durable": False}
+    done = convert(tmp_path / "run", tmp_path / "files", to="files", use_safetensors=use_safetensors, **options)
+    if "optim.pt" in done.files:
+        assert {} == read(tmp_path / "files" / "optim.pt")["state"]
     optimizer = torch.optim.SGD(model.parameters(), lr=7.0)
     load_checkpoint(tmp_path / "files", model=model, optimizer=optimizer)
     assert 0.5 == optimizer.param_groups[0]["lr"]

@@ -180,8 +180,9 @@ def _of_chunks(files: TagFiles, folder: str, places: Mapping[str, str]) -> dict[
 
     def parts(file: str) -> dict[str, tuple[list[Any], Any]]:
         tree = _tree(files, file)
-        paths = [([key], value) for key, value in tree.items() if key != "state"]
-        for name, state in checked_dict(tree.get("state", {}), f"{files.where(file)}: state").items():
+        states = checked_dict(tree.get("state", {}), f"{files.where(file)}: state")
+        paths = [([key], value) for key, value in tree.items() if key != "state" or not states]
+        for name, state in states.items():
             is_parameters = isinstance(state, dict) and f"{_STATE}{name}" not in places
             entries = [([name, key], value) for key, value in state.items()] if is_parameters else [([name], state)]
             paths += [(["state", *path], value) for path, value in entries]
