@@ -198,13 +198,13 @@ class Checkpoint:
     @as_checkpoint_errors()
     def scheduler_state(self) -> Any:
         with self._opened.guarded():
-            return self._opened.scheduler()
+            return self._opened.read_all(self._opened.scheduler())
 
     @as_checkpoint_errors()
     def user_content(self) -> Any:
         """Return the user content; None if there is none."""
         with self._opened.guarded():
-            return self._opened.user_content()
+            return self._opened.read_all(self._opened.user_content())
 
     @as_checkpoint_errors()
     def rank_content(self, rank: int) -> Any:

@@ -20,9 +20,7 @@ from nxd_ckpt.core.parameter_names import names_without_wrappers, plain_names
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
-from nxd_ckpt.formats.memory import strided
-from nxd_ckpt.formats.strides import stored_stride
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, map_tensors, nbytes_of
+from nxd_ckpt.formats.tensors import Assembly, form_of, nbytes_of
 from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.model import ModelAdapter
@@ -369,14 +367,12 @@ class PreparedLoad:
         check_scheduler(self._scheduler, self._scheduler_state, opened.where)
         if request.reports_progress:
             warn_of_other_shares(self._scheduler, self._scheduler_state, opened, request.topology)
-        self._scheduler_state = map_tensors(
-            self._scheduler_state, lambda own: strided(opened.read(own), stored_stride(own)), TensorStub
-        )
+        self._scheduler_state = opened.read_all(self._scheduler_state)
         require_taken(self._scheduler, self._scheduler_state, opened.where, opened.refused)
         if trees.continues_optimizer and lacks_scheduled_rates(opened):
             self._take_scheduled_rates()
         content = None if filtered.covers("user_content") else opened.user_content()
-        self.user_content: Any = filtered.pruned("user_content", content)
+        self.user_content: Any = opened.read_all(filtered.pruned("user_content", content))
         wants_own = options.rank_content is not None and not filtered.covers("rank_content")
         self._rank_content: dict[Any, Any] | None = None
         if wants_own:

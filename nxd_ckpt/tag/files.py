@@ -16,7 +16,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.core.manifest import TensorEntry
-from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFound
+from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFound, TagReplaced
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.recorded_tree import tree_of
 from nxd_ckpt.formats.safetensors import read_header
@@ -116,6 +116,7 @@ class TagFiles:
         self._recorded: dict[str, int] = {}
         self._trees: dict[str, tuple[Any, Sequence[TensorStub]]] = {}
         self._referring: set[str] = set()
+        self._signs: dict[str, tuple[int, float] | None] = {}
         self.entries: dict[tuple[str, int], TensorEntry] = {}
         """Tensors with digests that are known so far, by file and offset of their first byte in it."""
 
@@ -217,14 +218,28 @@ class TagFiles:
         Raises PartNotFound, MalformedFile, DigestMismatch.
         """
         key = self.key(file)
+        sign = self._sign(file)
         with self.named(file), closing(self.storage.open(key)) as reader:
             header = read_header(pread_of(reader), self.storage.size(key), file)
+        self._signs.setdefault(file, sign)
         for name, crcs in header.blocks.items():
             stub = header.tensors[name]
             entry = TensorEntry(name, file, stub.offset, stub.nbytes, stub.dtype, stub.shape, crcs)
             if crcs:  # an empty tensor lies where the next one does
                 self.entries[file, stub.offset] = entry
         return header.tensors
+
+    def require_unchanged(self) -> None:
+        """Raise TagReplaced if a safetensors file on a disk changed since its header was read: most have no digests."""
+        for file, sign in self._signs.items():
+            if self._sign(file) != sign:
+                raise TagReplaced(f"{self.where(file)} changed while it was read; read it when nobody writes to it")
+
+    def _sign(self, file: str) -> tuple[int, float] | None:
+        key = self.key(file)
+        if not (self.storage.renames and self.storage.is_file(key)):
+            return None
+        return self.storage.size(key), self.storage.time(key)
 
     def read(self, stub: TensorStub) -> torch.Tensor:
         """Read one tensor to the CPU, and compare it with the CRC-32 in its file, if it has one.

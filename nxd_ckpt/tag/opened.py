@@ -26,7 +26,8 @@ from nxd_ckpt.errors import (
     TagReplaced,
 )
 from nxd_ckpt.formats import crc32
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
+from nxd_ckpt.formats.strides import stored_stride
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
@@ -163,6 +164,7 @@ class OpenTag:
 
     def require_unchanged(self) -> None:
         """Raise TagReplaced unless it is still the save that was opened."""
+        self._layout.files.require_unchanged()
         if self.identity is not None:
             self.identity.require()
 
@@ -393,6 +395,15 @@ class OpenTag:
             DigestMismatch: the bytes are not those that were written.
         """
         return self._layout.files.read(leaf) if isinstance(leaf, TensorStub) else self.put_together(leaf, "")
+
+    def read_all(self, tree: Any) -> Any:
+        """Return a tree with its tensors read, and their strides; without any, the tree itself."""
+        from nxd_ckpt.formats.memory import strided
+
+        leaves = (TensorStub, Assembly)
+        if not any(iter_tensors(tree, leaves)):
+            return tree
+        return map_tensors(tree, lambda leaf: strided(self.read(leaf), stored_stride(leaf)), leaves)
 
     def put_together(self, leaf: Leaf, name: str) -> torch.Tensor:
         """Read one tensor to the CPU, comparing its parts with the indexes too; ``name`` names it in errors.

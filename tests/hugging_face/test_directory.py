@@ -1,6 +1,7 @@
 """Hugging Face directories as they are found: what is read, what is refused, and that ranks read their slices only."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as serialized
 
-from nxd_ckpt import convert, load_checkpoint
+from nxd_ckpt import convert, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import (
     CheckpointError,
     InvalidArgument,
     MalformedFile,
     PartNotFound,
+    TagReplaced,
     UnsafePickle,
     UnsupportedState,
 )
@@ -179,6 +181,17 @@ def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
     assert sorted(state) == directory.names
     assert [] == [name for name in state if not torch.equal(state[name], found[name])]
     assert directory.strays is None
+
+
+def test_a_file_that_is_written_while_it_is_read(tmp_path: Path) -> None:
+    """Nothing else tells that its bytes are not those of the header: most files have no digests."""
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    opened = open_checkpoint(tmp_path / "x.safetensors")
+    assert ["model/w"] == [*opened.metadata]
+    save_file({"w": torch.zeros(2)}, tmp_path / "x.safetensors")
+    os.utime(tmp_path / "x.safetensors", (1, 1))
+    with pytest.raises(TagReplaced, match=r"x\.safetensors changed while it was read"):
+        opened.model_state()
 
 
 @pytest.mark.parametrize("old", ["model.safetensors", BIN])

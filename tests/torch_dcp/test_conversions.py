@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from nxd_ckpt import Partition, convert, diff_checkpoints, open_checkpoint, save_checkpoint
+from nxd_ckpt import Partition, convert, diff_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.conversion import to_dcp as conversion
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, MalformedFile, PartNotFound, UnsafePickle
@@ -288,6 +288,8 @@ def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
         convert(dcp, again / "a", to="tag", optimizer_form="plain")
         after = open_checkpoint(again, "a")
         assert not diff_checkpoints(before, after, full=True)
+        for place in (dcp, again):
+            assert difference(content["rng"], load_checkpoint(place, model={})["rng"]) is None
         found = after.model_state()["w._extra_state"]
         assert difference(extra, {key: found[key] for key in extra}) is None
         assert len(before.param_groups) == len(after.param_groups) == 1
@@ -307,6 +309,18 @@ def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
         assert torch.tensor(0.1) == state["optim"]["param_groups"][0]["lr"]
         assert torch.equal(parameters[0], state["model"]["norm/scale"])
         assert [[1.0, 1.0], [0.0, 0.0]] == [tensor.tolist() for tensor in state["user_content"]["rng"]]
+
+
+def test_factors_of_an_optimizer_that_was_saved_by_numbers(tmp_path: Path) -> None:
+    """Adafactor's state of a parameter has rows and columns of it: the parameter's shape spans both."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.5)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    save_whole(tmp_path / "dcp", {"model": model.state_dict(), "optim": optimizer.state_dict()})
+    again = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    load_checkpoint(tmp_path / "dcp", model=model, optimizer=again)
+    assert difference(optimizer.state_dict(), again.state_dict()) is None
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -364,11 +364,12 @@ class DcpDirectory:
         return self._trees.content()
 
     def _shape(self, parameter: str) -> tuple[int, ...]:
-        """Return the whole shape of a parameter: the model's, else that of its largest entry."""
+        """Return the whole shape of a parameter: the model's, else the one that spans its largest entries."""
         for names in (self._trees.model.get(parameter, {}).values(), self._trees.states.get(parameter, {}).values()):
-            forms = [form for form in map(self._tensors.form, names) if form is not None]
-            if forms:
-                return max((form.shape for form in forms), key=len)
+            shapes = [form.shape for form in map(self._tensors.form, names) if form is not None]
+            if shapes:
+                dims = max(map(len, shapes))
+                return tuple(map(max, zip(*(shape for shape in shapes if len(shape) == dims), strict=True)))
         return ()
 
 
