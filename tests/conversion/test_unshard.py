@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
-from nxd_ckpt import UnshardStrategy, convert, load_checkpoint, save_checkpoint, unshard_checkpoint
+from nxd_ckpt import UnshardStrategy, convert, load_checkpoint, open_checkpoint, save_checkpoint, unshard_checkpoint
 from nxd_ckpt.cli.main import main
 from nxd_ckpt.errors import DigestMismatch, InvalidArgument, PartNotFound, TopologyMismatch, UnsupportedState
+from nxd_ckpt.options.conversion import Form
 from tests.conversion.tags import Tree, contents, model, save_example, whole
 from tests.golden.checkpoints import saved
 from tests.reshard.ranks import save_job
@@ -139,6 +140,17 @@ def test_a_model_of_more_than_tensors_loads_again(tmp_path: Path, state: Tree, s
     loaded: Tree = {}
     load_checkpoint(tmp_path / "files", model=loaded)
     assert None is difference(state, loaded)
+
+
+@pytest.mark.parametrize("to", ["files", "hf"])
+def test_keys_of_an_optimizer_with_separators(tmp_path: Path, to: Form) -> None:
+    """They are joined with the parameter's name, and found again."""
+    weight = torch.ones(2)
+    state = {"state": {0: {"a.b": weight, "a/b": weight + 1}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"m.w": weight}, "optimizer": state}, tmp_path / "x.pt")
+    options: dict[str, Any] = {"use_safetensors": True} if to == "files" else {}
+    convert(tmp_path / "x.pt", tmp_path / to, to=to, optimizer=True, durable=False, **options)
+    assert None is difference(state["state"], open_checkpoint(tmp_path / to).optimizer_state()["state"])
 
 
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:

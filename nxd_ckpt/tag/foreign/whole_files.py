@@ -27,7 +27,7 @@ from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign.weight_files import by_index, find_weights, has_weights
-from nxd_ckpt.tag.payload import Payload, PayloadFile, checked_dict, payload_of
+from nxd_ckpt.tag.payload import Payload, PayloadFile, checked_dict, names_of_groups, payload_of
 
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"
@@ -155,7 +155,7 @@ def _exported(files: TagFiles, mark: str) -> dict[str, Any]:
     else:
         tensors = dict(files.safetensors(OPTIMIZER)) if count else {}
     state = {**content.get("state", {}), **content.get("general", {})}
-    return _by_name(content, state, {tuple(name.rsplit("/", 1)): stub for name, stub in tensors.items()})
+    return _by_name(content, state, "/", tensors)
 
 
 def _unsharded(files: TagFiles, mark: str) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _unsharded(files: TagFiles, mark: str) -> dict[str, Any]:
             return _of_chunks(files, folder, places)
         tensors = _placed(files, folder, places, files.safetensors)
     content = _json(files, document) if files.has(document) else {}
-    by_path = {tuple(name.removeprefix(_STATE).rsplit(".", 1)): stub for name, stub in tensors.items()}
-    return _by_name(content, content.get("state", {}), by_path)
+    by_path = {name.removeprefix(_STATE): stub for name, stub in tensors.items()}
+    return _by_name(content, content.get("state", {}), ".", by_path)
 
 
 def _of_chunks(files: TagFiles, folder: str, places: Mapping[str, str]) -> dict[str, Any]:
@@ -197,15 +197,22 @@ def _of_chunks(files: TagFiles, folder: str, places: Mapping[str, str]) -> dict[
     return whole
 
 
-def _by_name(content: Mapping[str, Any], state: Mapping[str, Any], tensors: Mapping[Any, TensorStub]) -> dict[str, Any]:
+def _by_name(
+    content: Mapping[str, Any], state: Mapping[str, Any], separator: str, tensors: Mapping[str, TensorStub]
+) -> dict[str, Any]:
     """Return the state dict of a document, with ``tensors`` by parameter and key; some belong to no parameter."""
     whole = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
-    for (name, *key), stub in tensors.items():
-        if key:
-            whole.setdefault(name, {})[key[0]] = stub
+    groups = content.get("param_groups", [])
+    parameters = set(names_of_groups({"param_groups": groups}) or ())
+    for path, stub in tensors.items():
+        # Names of parameters and keys may both have separators: the longest parameter's is meant.
+        cuts = [number for number, letter in enumerate(path) if letter == separator]
+        cut = next((number for number in reversed(cuts) if path[:number] in parameters), cuts[-1] if cuts else None)
+        if cut is None:
+            whole[path] = stub
         else:
-            whole[name] = stub
-    return restore_types({"state": whole, "param_groups": content.get("param_groups", [])})
+            whole.setdefault(path[:cut], {})[path[cut + 1 :]] = stub
+    return restore_types({"state": whole, "param_groups": groups})
 
 
 def _colossalai(files: TagFiles, index: str) -> dict[str, Any]:
