@@ -28,7 +28,7 @@ from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords
-from nxd_ckpt.live.environment import require_all_ranks, topology_of, versions
+from nxd_ckpt.live.environment import require_all_ranks, require_same_group, topology_of, versions
 from nxd_ckpt.loading.load import Loaded, load
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest, agreed_options
 from nxd_ckpt.options.checkpointer_options import JobOptions
@@ -312,6 +312,7 @@ class Checkpointer(ClosesUnheld):
 
     def _begin(self, call: SaveCall, options: SaveOptions) -> SaveAttempt:
         """Stage the state and hand it over to the writer thread, which does the rest."""
+        require_same_group(self.topology, self.options.topology, self.options.process_group)
         self._places.settle()
 
         def attempt_of(plan: SavePlan | None) -> SaveAttempt:
@@ -534,20 +535,19 @@ class Checkpointer(ClosesUnheld):
 
     def _reserve(self, call: str) -> None:
         """Take the directory before the training, if it will be saved to: without a group only the first save can."""
+        require_same_group(self.topology, self.options.topology, self.options.process_group)
         if self._session is None and self._meant_for_saves and not self._is_closed:
             with self._failures.before_training(self.storage.url, self._meant_for_saves):
-                agreement = self._meet(call)
-                if agreement is not None:
+                if (agreement := self._meet(call)) is not None:
                     self._claim(agreement)
 
     def _claim(self, agreement: Agreement | None) -> Session:
         """Take the directory for this job."""
         require_all_ranks(self.topology, self.options.topology, self.options.process_group)
         self._versions = versions()  # reads files: not on a later save's way
-        run_id, timeout = self.options.run_id, self.options.timeout
         try:
             self._places.claim(self.topology, agreement)
-            session = open_session(self.storage, self.topology, agreement, run_id, timeout)
+            session = open_session(self.storage, self.topology, agreement, self.options.run_id, self.options.timeout)
         except BaseException:
             self._places.close(0.0)
             # With a group it failed on all ranks. Without one the others may make this attempt: our next is another.

@@ -110,6 +110,24 @@ def require_all_ranks(topology: Topology, *given: Any) -> None:
             )
 
 
+def require_same_group(topology: Topology, *given: Any) -> None:
+    """Raise InvalidArgument if this process has another place in its process group than in ``topology``.
+
+    So it has if a new group was made since, of other ranks. None of the options ``given`` told the place.
+    """
+    import torch.distributed as dist
+
+    if topology.world_size == 1 or any(option is not None for option in given):
+        return
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if (rank, size) != (topology.rank, topology.world_size):
+            raise InvalidArgument(
+                f"this Checkpointer was made as rank {topology.rank} of {topology.world_size}, and this process is "
+                f"rank {rank} of {size} by now: close it, and make another, on all ranks"
+            )
+
+
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that write a checkpoint, for its manifest."""
     from importlib import metadata

@@ -100,3 +100,19 @@ def test_a_handle_from_before_the_group(tmp_path: Path) -> None:
     with group(2), pytest.raises(InvalidArgument, match=r"made before the process group of 2 ranks.*make it after"):
         checkpointer.save("t", STATE)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpointer_of_another_group_is_refused(tmp_path: Path) -> None:
+    """It would wait for ranks that are there no more, and load without the others; it can be closed."""
+    with group(4):
+        checkpointer = Checkpointer(tmp_path / "run")
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpointer.save("t", STATE),
+        lambda: checkpointer.load("t"),
+        checkpointer.load_latest,
+    ]
+    with group(3):
+        for call in calls:
+            with pytest.raises(InvalidArgument, match=r"^this Checkpointer was made as rank 0 of 4, .* 0 of 3 by now"):
+                call()
+        checkpointer.close()
