@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, process
 from contextlib import suppress
 from functools import wraps
 from multiprocessing import current_process, parent_process, util
+from multiprocessing.process import BaseProcess
 from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
@@ -220,7 +223,8 @@ def _exit_if_lost() -> None:
 @atexit.register
 def _at_exit() -> None:
     global _is_over
-    _close_all(crashed=getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
+    crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
+    _close_all(crashed or _has_failed)
     _is_over = True
     if _end_of_child is None or not _end_of_child.still_active():
         _exit_if_lost()
@@ -232,9 +236,20 @@ def _at_end_of_child() -> None:
     From then on it forgets those that were there before a fork.
     """
     error = sys.exc_info()[1]
-    _close_all(crashed=error is not None and not isinstance(error, SystemExit))
+    # torch's spawn() makes each exception an exit with code 1.
+    _close_all(_has_failed or (error is not None and (not isinstance(error, SystemExit) or error.code == 1)))
 
 
+def _note_failure() -> None:
+    """Note whether this child of multiprocessing failed. From Python 3.14 on its end comes after the exception's."""
+    global _has_failed
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not BaseProcess._bootstrap.__code__:  # type: ignore[attr-defined]
+        frame = frame.f_back
+    _has_failed = frame is not None and frame.f_locals.get("exitcode") == 1
+
+
+_has_failed = False
 _end_of_child: util.Finalize | None = None
 
 
@@ -243,6 +258,8 @@ def _end_with_child() -> None:
     if _end_of_child is None and parent_process() is not None:
         util.Finalize(None, _at_end_of_child, exitpriority=_FIRST)
         _end_of_child = util.Finalize(None, _exit_if_lost, exitpriority=_LAST)
+        with suppress(RuntimeError):  # it ends already
+            threading._register_atexit(_note_failure)  # type: ignore[attr-defined]
         _tell_pool()
 
 

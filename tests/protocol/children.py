@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt import save_checkpoint
+from nxd_ckpt import Topology, save_checkpoint
 from nxd_ckpt.commit import tier
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, delaying, failing
@@ -21,6 +21,13 @@ def saves_last(path: Path, fails: bool) -> None:
     tier.open_storage = opened  # type: ignore[attr-defined]
     for tag in ("one", "two"):
         save_checkpoint(path, tag, {"weight": torch.ones(10)}, async_save=True)
+
+
+def fails_without_rank_1(path: Path, error: BaseException) -> None:
+    """The work of a child that fails after a save that only rank 0 makes."""
+    weight = {"weight": torch.ones(10)}
+    save_checkpoint(path, "t", weight, async_save=True, topology=Topology(dp=2), run_id="a", timeout=3600)
+    raise error
 
 
 def in_child(method: str, path: Path, fails: bool) -> int | None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from nxd_ckpt import open_checkpoint
-from tests.protocol.children import in_child
+from tests.protocol.children import fails_without_rank_1, in_child
 from tests.protocol.states import visible_tags
-from tests.support.processes import run_file, run_program, run_to_their_ends
+from tests.support.processes import FORKED, run_file, run_program, run_to_their_ends
 
 pytestmark = pytest.mark.both
 
@@ -97,6 +97,18 @@ def test_a_child_of_multiprocessing_finishes_its_saves(tmp_path: Path, method: s
     for fails, code, tags in ((False, 0, ["one", "two"]), (True, 1, ["one"])):
         assert code == in_child(method, tmp_path / str(code), fails)
         assert tags == visible_tags(tmp_path / str(code))
+
+
+@pytest.mark.parametrize("error", [LookupError("no batch"), SystemExit(1)])
+def test_a_child_that_fails_gives_other_ranks_a_short_grace(tmp_path: Path, error: BaseException) -> None:
+    """An hour is not waited for a rank that never saves. torch's spawn makes each exception the exit code 1."""
+    child = FORKED.Process(target=fails_without_rank_1, args=(tmp_path, error))
+    child.start()
+    child.join(600)
+    code = child.exitcode
+    child.kill()
+    assert 1 == code
+    assert [] == visible_tags(tmp_path)
 
 
 FORKS = """
