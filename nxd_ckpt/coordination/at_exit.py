@@ -193,8 +193,9 @@ def _lose(error: BaseException) -> None:
     logger.critical("nxd_ckpt: a checkpoint was not saved: %s: %s", type(error).__name__, error)
 
 
-def _close_all(crashed: bool) -> None:
+def _close_all() -> None:
     """Close everything, once; after an exception give the other ranks only a short grace."""
+    crashed = _has_crashed()
     closables = open_objects()
     _open.clear()  # a process has several exits, and what was given up in one of them is not waited for in the next
     for closable in closables:
@@ -223,21 +224,17 @@ def _exit_if_lost() -> None:
 @atexit.register
 def _at_exit() -> None:
     global _is_over
-    crashed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    _close_all(crashed or _has_failed)
+    _close_all()
     _is_over = True
     if _end_of_child is None or not _end_of_child.still_active():
         _exit_if_lost()
 
 
-def _at_end_of_child() -> None:
-    """Do the same in a child of multiprocessing, which calls no functions of ``atexit`` before Python 3.13.
-
-    From then on it forgets those that were there before a fork.
-    """
+def _has_crashed() -> bool:
+    """Return whether the process ends by an exception; torch's spawn() makes each an exit with code 1."""
     error = sys.exc_info()[1]
-    # torch's spawn() makes each exception an exit with code 1.
-    _close_all(_has_failed or (error is not None and (not isinstance(error, SystemExit) or error.code == 1)))
+    is_raised = error is not None and (not isinstance(error, SystemExit) or error.code == 1)
+    return _has_failed or is_raised or (getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
 
 
 def _note_failure() -> None:
@@ -256,7 +253,8 @@ _end_of_child: util.Finalize | None = None
 def _end_with_child() -> None:
     global _end_of_child
     if _end_of_child is None and parent_process() is not None:
-        util.Finalize(None, _at_end_of_child, exitpriority=_FIRST)
+        # A child calls no functions of atexit before Python 3.13, and later none that were there before a fork.
+        util.Finalize(None, _close_all, exitpriority=_FIRST)
         _end_of_child = util.Finalize(None, _exit_if_lost, exitpriority=_LAST)
         with suppress(RuntimeError):  # it ends already
             threading._register_atexit(_note_failure)  # type: ignore[attr-defined]
