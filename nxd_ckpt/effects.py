@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import threading
 from _thread import start_new_thread
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,12 @@ def has_started(thread: Thread) -> bool:
             raise
         return False
     return True
+
+
+def before_exit_handlers(call: Callable[[], object]) -> None:
+    """Have it called once the main thread's work is done; not at all if the interpreter has come that far."""
+    with contextlib.suppress(RuntimeError):
+        threading._register_atexit(call)  # type: ignore[attr-defined]
 
 
 def is_exiting() -> bool:

@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, process
 from contextlib import suppress
@@ -256,8 +255,7 @@ def _end_with_child() -> None:
         # A child calls no functions of atexit before Python 3.13, and later none that were there before a fork.
         util.Finalize(None, _close_all, exitpriority=_FIRST)
         _end_of_child = util.Finalize(None, _exit_if_lost, exitpriority=_LAST)
-        with suppress(RuntimeError):  # it ends already
-            threading._register_atexit(_note_failure)  # type: ignore[attr-defined]
+        effects.before_exit_handlers(_note_failure)
         _tell_pool()
 
 
