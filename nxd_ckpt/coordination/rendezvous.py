@@ -353,6 +353,8 @@ def _ask(words: Words, rank: int, call: list[Any]) -> Any:
     number = words.add(f"calls/{rank}", 1)
     answer = f"answer/{rank}/{number}"
     try:
+        if call[-1] is None:  # the first of its process: one that was killed may have left none under its last number
+            words.leave(_call_key(rank, number - 1), call)
         words.leave(_call_key(rank, number), call)
         word = words.take(answer, 0)
     except BaseException as error:  # an interrupt too: rank 0 must not answer a rank that has left

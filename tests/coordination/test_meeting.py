@@ -145,11 +145,13 @@ def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pyte
     assert [StoreAgreement] * 2 == [type(ranks.outcomes[rank]) for rank in (0, 1)]
 
 
+@pytest.mark.parametrize("place", [(effects, "sleep"), (agreement.Words, "leave")])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_what_a_killed_process_called_is_no_call_of_the_next_one(
-    order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    order: tuple[int, int], place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun keeps the store for the processes that it starts again."""
+    """torchrun keeps the store for the processes that it starts again; also if it has the call's number, and no call.
+    """
     ranks = Ranks(2)
     with monkeypatch.context() as patch:
 
@@ -157,12 +159,13 @@ def test_what_a_killed_process_called_is_no_call_of_the_next_one(
             patch.setattr(agreement.Words, "add", killed)
             raise SystemExit
 
-        patch.setattr(effects, "sleep", killed)  # while it waits for an answer
+        patch.setattr(*place, killed)  # while it waits for an answer, or before it has called
         with pytest.raises(SystemExit):
             ranks.venues[1].meet(LONG, "load")
     ranks.start()
     first = ranks.meeting(order[0], 60.0)
-    ranks.await_call(1, 2 if order[0] else 1)
+    if order[0]:
+        ranks.await_call(1, 2)
     for thread in [first, ranks.meeting(order[1], 60.0)]:
         thread.join()
     assert [StoreAgreement] * 2 == [type(ranks.outcomes[rank]) for rank in order], ranks.outcomes
