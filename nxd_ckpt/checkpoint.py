@@ -171,11 +171,14 @@ class Checkpoint:
             TagReplaced: the tag was removed, or saved again, since it was opened.
         """
         refuse_fake_mode()
-        with self._opened.guarded(verified=self.manifest is not None):
+        with self._opened.guarded(verified=True):
             leaf = self.whole.leaf(name)
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
-            return self._opened.put_together(leaf, name)
+            tensor = self._opened.put_together(leaf, name)
+        if self.manifest is None:
+            self._opened.require_unchanged(*(fragment.stub.file for fragment in Assembly.of(leaf).fragments))
+        return tensor
 
     @as_checkpoint_errors()
     def model_state(self, rank: int = 0) -> dict[str, Any]:

@@ -229,10 +229,13 @@ class TagFiles:
                 self.entries[file, stub.offset] = entry
         return header.tensors
 
-    def require_unchanged(self) -> None:
-        """Raise TagReplaced if a safetensors file on a disk changed since its header was read: most have no digests."""
-        for file, sign in self._signs.items():
-            if self._sign(file) != sign:
+    def require_unchanged(self, *read: str) -> None:
+        """Raise TagReplaced if a safetensors file on a disk changed since its header was read: most have no digests.
+
+        Only the files ``read`` are looked at, if there are any.
+        """
+        for file in read or self._signs:
+            if file in self._signs and self._sign(file) != self._signs[file]:
                 raise TagReplaced(f"{self.where(file)} changed while it was read; read it when nobody writes to it")
 
     def _sign(self, file: str) -> tuple[int, float] | None:

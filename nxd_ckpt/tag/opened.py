@@ -162,9 +162,10 @@ class OpenTag:
         """Identity of this copy of the save; None without a tag."""
         return None if self.identity is None else self.identity.copy
 
-    def require_unchanged(self) -> None:
-        """Raise TagReplaced unless it is still the save that was opened."""
-        self._layout.files.require_unchanged()
+    def require_unchanged(self, *read: str) -> None:
+        """Raise TagReplaced unless it is still the save that was opened; of safetensors files look at those ``read``.
+        """
+        self._layout.files.require_unchanged(*read)
         if self.identity is not None:
             self.identity.require()
 

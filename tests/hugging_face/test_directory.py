@@ -194,6 +194,17 @@ def test_a_file_that_is_written_while_it_is_read(tmp_path: Path) -> None:
         opened.model_state()
 
 
+def test_a_tensor_is_read_whatever_happens_to_other_files(tmp_path: Path) -> None:
+    """They are not even looked at: a model may have hundreds of files, and each tensor is read by itself."""
+    state = write_model(tmp_path, Model(), shards=2)
+    opened = open_checkpoint(tmp_path)
+    first, second = opened.keys(*(f"model/{name}" for name in [*state][:2]))
+    os.utime(tmp_path / "model-00002-of-00002.safetensors", (1, 1))
+    assert torch.equal(state[first.removeprefix("model/")], opened.read(first))
+    with pytest.raises(TagReplaced, match="model-00002-of-00002"):
+        opened.read(second)
+
+
 @pytest.mark.parametrize("old", ["model.safetensors", BIN])
 def test_weights_that_are_not_read_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, old: str) -> None:
     """An old single file beside an index, which transformers would read; by an import, a copy and a load."""

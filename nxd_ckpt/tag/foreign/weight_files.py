@@ -121,7 +121,7 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
         used = {*places.values()}
         similar = (name for name in names if any(_is_of(name, each) for each in _KINDS[:2]))
         strays = tuple(name for name in similar if name not in {*used, kind.index})
-        return WeightFiles(places, kind.index if kind.index in names else "the names of its files", strays)
+        return WeightFiles(places, kind.index if kind.index in names else "the naming of its files", strays)
     others = [
         name
         for name in names
