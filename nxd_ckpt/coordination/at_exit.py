@@ -237,7 +237,7 @@ def _has_crashed() -> bool:
 
 
 def _note_failure() -> None:
-    """Note whether this child of multiprocessing failed. From Python 3.14 on its end comes after the exception's."""
+    """Note whether this child of multiprocessing failed. From Python 3.13 on its end comes after the exception's."""
     global _has_failed
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not BaseProcess._bootstrap.__code__:  # type: ignore[attr-defined]

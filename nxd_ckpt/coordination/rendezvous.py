@@ -235,8 +235,10 @@ class Rendezvous:
         return StoreAgreement(store, self._rank, self._world_size, timeout, self._peers, self._secret)
 
     def _answer_to(self, call: str, words: Words) -> _Answer:
-        while isinstance(answer := _ask(words, self._rank, [call, self._secret is not None, self._launch]), str):
-            self._launch = answer
+        launch, self._launch = self._launch, None  # after a call that fails the next one is as the first
+        while isinstance(answer := _ask(words, self._rank, [call, self._secret is not None, launch]), str):
+            launch = answer
+        self._launch = launch
         number, hub, all_know = answer
         return int(number), hub, all_know
 
@@ -353,7 +355,7 @@ def _ask(words: Words, rank: int, call: list[Any]) -> Any:
     number = words.add(f"calls/{rank}", 1)
     answer = f"answer/{rank}/{number}"
     try:
-        if call[-1] is None:  # the first of its process: one that was killed may have left none under its last number
+        if call[-1] is None:  # the first, or one after a failure, which may have left none under its number
             words.leave(_call_key(rank, number - 1), call)
         words.leave(_call_key(rank, number), call)
         word = words.take(answer, 0)

@@ -128,30 +128,37 @@ def test_only_a_rank_in_a_collective_can_have_passed(file: str, function: str, s
         thread.join()
 
 
-def test_an_interrupted_rank_meets_the_others_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+PLACES = [(effects, "sleep"), (agreement.Words, "leave")]
+"""Functions in which a rank waits for an answer, and in which it has a number, and has not called yet."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupted_rank_meets_the_others_at_the_next_call(
+    place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It withdraws what it asked, as it does when its time is up."""
     ranks = Ranks(2)
+    for thread in [ranks.meeting(rank, LONG) for rank in (0, 1)]:
+        thread.join()
 
-    def interrupted(seconds: float) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(effects, "sleep", interrupted)  # while it waits for an answer
+        patch.setattr(*place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             ranks.venues[1].meet(LONG, "save")
-    threads = [ranks.meeting(rank, LONG) for rank in (1, 0)]
-    for thread in threads:
+    for thread in [ranks.meeting(rank, 60.0) for rank in (1, 0)]:
         thread.join()
     assert [StoreAgreement] * 2 == [type(ranks.outcomes[rank]) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("place", [(effects, "sleep"), (agreement.Words, "leave")])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_what_a_killed_process_called_is_no_call_of_the_next_one(
     order: tuple[int, int], place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun keeps the store for the processes that it starts again; also if it has the call's number, and no call.
-    """
+    """torchrun keeps the store for the processes that it starts again."""
     ranks = Ranks(2)
     with monkeypatch.context() as patch:
 
@@ -159,7 +166,7 @@ def test_what_a_killed_process_called_is_no_call_of_the_next_one(
             patch.setattr(agreement.Words, "add", killed)
             raise SystemExit
 
-        patch.setattr(*place, killed)  # while it waits for an answer, or before it has called
+        patch.setattr(*place, killed)
         with pytest.raises(SystemExit):
             ranks.venues[1].meet(LONG, "load")
     ranks.start()
