@@ -109,7 +109,7 @@ EDITS = [
     Edit("the last entry is not filled", _STATE, "for entry, value in saved[index].items():\n            parameter", "for entry, value in list(saved[index].items())[:-1]:\n            parameter"),
     Edit("moments of the last parameter are lost", _STATE, "    for index, slot in slots.items():\n        live =", "    for index, slot in list(slots.items())[:-1]:\n        live ="),
     Edit("moments go into a copy", _STATE, "        read.into(leaf, memory)\n\n\ndef materialise", "        read.into(leaf, memory.clone())\n\n\ndef materialise", "load stepped"),
-    Edit("new moments go into a copy", _STATE, "slot.as_placed(entry, _new(leaf, self.read, key))", "slot.as_placed(entry, _new(leaf, self.read, key).clone())"),
+    Edit("new moments go into other memory", _STATE, "slot.as_placed(entry, _new(leaf, self.read, key))", "slot.as_placed(entry, torch.zeros_like(_new(leaf, self.read, key)))"),
     Edit("new moments are row-major", _STATE, "memory = allocated(shape, dtype, _stride(leaf, key))", "memory = allocated(shape, dtype)"),
     Edit("strides are those that were saved, without their order", _STATE, "        return stride_like(key, shape)\n    return fitted", "        return tuple(reversed(stride_like(key, shape)))\n    return fitted", noticed="EOFError|ResumeDiffers|ShapeMismatch"),
     Edit("the step starts at zero", _STATE, '            self._make(entry, value, self.slot.key.device if on_device else torch.device("cpu"))', "            self.entries[entry] = torch.zeros(())"),
