@@ -47,6 +47,7 @@ def sweep(rank: int, path: Path, victim: int, by_pages: bool, left: Sequence[int
             if rank == victim and not by_pages:  # a small save needs as many
                 for file in sorted(disk.glob("empty-*"))[:100]:
                     file.unlink()
+            meet()  # else another rank writes its replica there before
             outcomes.append((amount, large, save(saver, 100 * step + 1, 64, in_background)))
             if rank == victim:
                 for file in (*disk.glob("empty-*"), *disk.glob("filler")):
