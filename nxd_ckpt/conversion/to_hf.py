@@ -365,10 +365,10 @@ def _ready(job: _Job, chosen: ConvertOptions) -> Output:
 
 
 def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
+    decided_by_rank0(agreement, output.begin)
     mine = job.weight_files[agreement.rank :: agreement.world_size]
     nbytes = sum(file.image.nbytes for file in mine)
     written = Counter()
-    decided_by_rank0(agreement, output.begin)
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
             in_turns(agreement, [partial(_write_file, job, output, file, written) for file in mine])

@@ -315,7 +315,9 @@ def _answer(words: Words, call_numbers: dict[int, int], answer: dict[str, Any]) 
 
 
 def _next_call(words: Words, rank: int) -> tuple[int, list[Any]]:
-    """Return the number of the next call of ``rank`` that is not withdrawn; the call, and whether it knows the secret.
+    """Return the number and the words of the next call of ``rank`` that is not withdrawn.
+
+    They are the call's name, whether the rank knows the secret, and the launch of rank 0 that it knows, or None.
     """
     while True:
         number = _number_of_next(words, rank)

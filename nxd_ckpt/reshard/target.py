@@ -311,8 +311,8 @@ def _ties(tree: Mapping[str, Any]) -> dict[str, str]:
     names: dict[Any, list[str]] = {}
     for name, leaf in tree.items():
         if isinstance(leaf, _LEAVES):
-            place = (leaf.file, leaf.offset, leaf.stride) if isinstance(leaf, TensorStub) else None
-            names.setdefault(leaf if place is None else (*place, *form_of(leaf)), []).append(name)
+            of_stub = isinstance(leaf, TensorStub) and (leaf.file, leaf.offset, leaf.stride, *form_of(leaf))
+            names.setdefault(of_stub or leaf, []).append(name)
     return {name: group[0] for group in names.values() if len(group) > 1 for name in group}
 
 
