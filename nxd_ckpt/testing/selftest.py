@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import platform
 import re
 import sys
@@ -30,15 +29,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.checkpointer import Checkpointer
+from nxd_ckpt.coordination.agreement import Agreement
+from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import size
+from nxd_ckpt.errors import PeerTimeout
 from nxd_ckpt.examine.diff import diff_checkpoints
 from nxd_ckpt.examine.selftest import UNUSABLE, CheckResult, checks_for, merged
 from nxd_ckpt.live.torch_xla import compile_count, sync, to_cpu
@@ -48,8 +47,8 @@ from nxd_ckpt.tag.listing import list_checkpoints
 from nxd_ckpt.testing.resume import check_resume
 from nxd_ckpt.testing.storage import HookedStorage, killing
 
-_PATIENCE = timedelta(seconds=120)
-"""Time that a rank waits for another one."""
+_PATIENCE = 120.0
+"""Seconds that a rank waits for another one."""
 _KILL = "kill"
 _PACKAGES = "nxd_ckpt torch torch-xla torch-neuronx libneuronxla neuronx-cc neuronx-distributed numpy"
 
@@ -60,10 +59,6 @@ class NotPossible(Exception):
 
 class Failed(Exception):
     """A check that found something wrong; says what."""
-
-
-class Left(Failed):
-    """Another rank has ended the check, or is gone: its result says why."""
 
 
 @dataclass
@@ -77,20 +72,19 @@ class Rank:
     name: str
     device: torch.device
     communicates: bool
-    check: str = ""
-    meetings: int = 0
+    agreement: Agreement
 
     @property
     def number(self) -> int:
-        return dist.get_rank()
+        return self.agreement.rank
 
     @property
     def is_xla(self) -> bool:
         return self.name == "xla"
 
     @property
-    def options(self) -> dict[str, Any] | None:
-        return self.plan["storage_options"] or None
+    def options(self) -> dict[str, Any]:
+        return dict(self.plan["storage_options"])
 
     def place(self, *names: str) -> str:
         return join(self.plan["place"], *names)
@@ -100,49 +94,45 @@ class Rank:
 
     def checkpointer(self, name: str, **options: Any) -> Checkpointer:
         if self.is_xla:
-            options["topology"] = Topology(dp=dist.get_world_size(), rank=self.number)
+            options["topology"] = Topology(dp=self.agreement.world_size, rank=self.number)
         return Checkpointer(self.place(name), storage_options=self.options, **options)
 
-    def gathered(self, value: Any, meeting: str = "") -> list[Any]:
-        """Return each rank's value, by rank. Raises Left if another rank has ended the check, or is gone."""
-        # Through the store: collectives of ranks that have left a check and of those that have not would be mixed up.
-        self.meetings += 1
-        meeting, store, values = meeting or str(self.meetings), _get_default_store(), []
-        self._tell(meeting, value)
-        deadline = time.monotonic() + _PATIENCE.total_seconds()
-        for rank in range(dist.get_world_size()):
-            key, end = self._key(meeting, rank), self._key("end", rank)
-            while not store.check([key]):
-                ended = store.check([end]) and not store.check([key])
-                if ended or time.monotonic() > deadline:
-                    raise Left(f"rank {rank} {'ended it before' if ended else 'does not answer'}")
-                time.sleep(0.01)
-            values.append(pickle.loads(store.get(key)))
-        return values
+    def gathered(self, value: Any = None) -> list[Any]:
+        """Return each rank's JSON value, by rank. Raises PeerTimeout if another has ended the check, or is gone."""
+        words = self._exchanged([False, value])
+        for rank, (ended, _) in enumerate(words):
+            if ended:
+                raise PeerTimeout(f"rank {rank} ended it before")
+        return [value for _, value in words]
 
-    def leave(self) -> None:
-        """Part from the others: rank 0, whose process holds the store in which they meet, goes last."""
-        self.check = "farewell"
-        self.gathered(None, "end") if self.number == 0 else self._tell("end", None)
+    def results(self, own: CheckResult) -> list[CheckResult]:
+        """Wait until each rank has ended the check, and return all results, by rank."""
+        # Not by a collective: those of ranks that have left a check and of those that have not would be mixed up.
+        while True:
+            words = self._exchanged([True, asdict(own)])
+            if all(ended for ended, _ in words):
+                return [CheckResult(**result) for _, result in words]
 
-    def _tell(self, meeting: str, value: Any) -> None:
-        store: Any = _get_default_store()
-        store.set(self._key(meeting, self.number), pickle.dumps(value))
-
-    def _key(self, meeting: str, rank: int) -> str:
-        return f"selftest/{self.check}/{meeting}/{rank}"
+    def _exchanged(self, word: Any) -> list[Any]:
+        words: list[Any] = self.agreement.broadcast(self.agreement.gather(word))
+        return words
 
 
 def _joined(plan: dict[str, Any]) -> Rank:
     """Find the device, and join the other ranks. Raises NotPossible if there is no such device, or too few of them."""
     name = plan["device"] or _default_device()
     if name == "xla":
-        return _joined_xla(plan)
-    device = torch.device("cpu") if name == "cpu" else _numbered(name, int(os.environ.get("LOCAL_RANK", "0")))
-    backends = dict(getattr(dist.Backend, "default_device_backend_map", {}))
-    backend = None if name == "cpu" else backends.get(name)
-    dist.init_process_group("cpu:gloo" + (f",{name}:{backend}" if backend else ""), timeout=_PATIENCE)
-    return Rank(plan, name, device, name == "cpu" or backend is not None)
+        device, backends = _xla_device(plan), "xla"
+    elif name == "cpu":
+        device, backends = torch.device("cpu"), "cpu:gloo"
+    else:
+        device = _numbered(name, int(os.environ.get("LOCAL_RANK", "0")))
+        of_device = getattr(dist.Backend, "default_device_backend_map", {}).get(name)
+        backends = "cpu:gloo" + (f",{name}:{of_device}" if of_device else "")
+    dist.init_process_group(backends, timeout=timedelta(seconds=_PATIENCE))
+    agreement = meet(dist.get_rank(), dist.get_world_size(), _PATIENCE, "nxd-ckpt selftest")
+    assert agreement is not None  # there is a process group
+    return Rank(plan, name, device, name in backends, agreement)
 
 
 def _default_device() -> str:
@@ -168,7 +158,7 @@ def _numbered(name: str, rank: int) -> torch.device:
     return device
 
 
-def _joined_xla(plan: dict[str, Any]) -> Rank:
+def _xla_device(plan: dict[str, Any]) -> torch.device:
     os.environ.setdefault("PJRT_DEVICE", "CPU" if plan["emulated"] else "NEURON")
     if plan["emulated"]:
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -180,11 +170,10 @@ def _joined_xla(plan: dict[str, Any]) -> Rank:
     import torch_xla.distributed.xla_backend
 
     try:
-        device = torch_xla.device()
+        device: torch.device = torch_xla.device()
     except RuntimeError as error:
         raise NotPossible(f"device xla: torch_xla finds none: {error}") from error
-    dist.init_process_group("xla", timeout=_PATIENCE)
-    return Rank(plan, "xla", device, True)
+    return device
 
 
 class _Linear(nn.Linear):
@@ -209,22 +198,23 @@ def _model(layout: str, rank: Rank, device: torch.device) -> nn.Module:
     """Return two layers, whose sizes 2, 4 and 8 ranks divide; 16 inputs, 16 outputs."""
     linear = _Linear if layout == "simple_fsdp" else nn.Linear
     model = nn.Sequential(linear(16, 32), nn.ReLU(), linear(32, 16)).to(device)
-    if layout not in ("fsdp2", "tp", "simple_fsdp"):
-        return model
-    mesh = _mesh(device)
     if layout == "tp":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
         # All ranks have the same numbers: nothing is sent, which not every device can.
         silent: dict[str, Any] = {} if rank.communicates else {"src_data_rank": None}
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}, **silent)
-        return model
-    for layer in (model[0], model[2]):
-        if layout == "fsdp2":
-            fully_shard(layer, mesh=mesh)
-            continue
-        for key, parameter in list(layer.named_parameters()):
-            setattr(layer, key, _cut(parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone(), mesh))
-    if layout == "fsdp2":
-        fully_shard(model, mesh=mesh)
+        parallelize_module(model, _mesh(device), {"0": ColwiseParallel(), "2": RowwiseParallel()}, **silent)
+    elif layout == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = _mesh(device)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+    elif layout == "simple_fsdp":
+        mesh = _mesh(device)
+        for layer in (model[0], model[2]):
+            for key, parameter in list(layer.named_parameters()):
+                setattr(layer, key, _cut(parameter.detach().chunk(mesh.size())[rank.number].clone(), mesh))
     return model
 
 
@@ -305,33 +295,29 @@ def _transfers(rank: Rank) -> Outcome:
 
 def _dtypes(rank: Rank) -> Outcome:
     generator = torch.Generator().manual_seed(0)
-    hosts: dict[str, torch.Tensor] = {}
     saved, loaded, lacking = nn.Module(), nn.Module(), []
     for dtype in sorted({member for member in vars(torch).values() if isinstance(member, torch.dtype)}, key=str):
         name = str(dtype).removeprefix("torch.")
         if not re.fullmatch(r"(u?int(8|16|32|64)|bool|b?float.*|complex.*)", name):
             continue  # quantized ones, and parts of a byte: torch has no tensor of plain numbers of these
-        values = torch.randint(0, 256, (64 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        host = (values & 1 if dtype == torch.bool else values).view(dtype)
-        if (live := _moved(host, rank.device)) is None:  # NaNs that are not the device's own may change there
-            with suppress(RuntimeError, TypeError, NotImplementedError):
-                host = torch.arange(host.numel(), dtype=torch.float32).to(dtype)
-            live = _moved(host, rank.device)
+        # Neither NaNs nor subnormal numbers: a device may change their bits.
+        values = torch.randint(4, 64, (64 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        live = _moved((values & 1 if dtype == torch.bool else values).view(dtype), rank.device)
         if live is None:
             lacking.append(name)
             continue
-        hosts[name] = host
         saved.register_buffer(f"of_{name}", live)
         loaded.register_buffer(f"of_{name}", _moved(torch.zeros_like(values).view(dtype), rank.device))
     with rank.checkpointer("dtypes") as checkpointer:
         checkpointer.save("every", saved, async_save=True).wait()
         checkpointer.load("every", loaded)
-    pairs = {name: (_bits(loaded.get_buffer(f"of_{name}")), _bits(host)) for name, host in hosts.items()}
-    wrong = [name for name, pair in pairs.items() if not torch.equal(*pair)]
+    names = [name.removeprefix("of_") for name, _ in saved.named_buffers()]
+    pairs = zip(names, saved.buffers(), loaded.buffers(), strict=True)
+    wrong = [name for name, before, after in pairs if not torch.equal(_bits(before), _bits(after))]
     if wrong:
         raise Failed(f"other bits came back of {', '.join(wrong)}")
     without = f"; the device itself changes or lacks {', '.join(lacking)}" if lacking else ""
-    return f"{len(hosts)} dtypes{without}", {"dtypes": sorted(hosts), "lacking": lacking}
+    return f"{len(names)} dtypes{without}", {"dtypes": sorted(names), "lacking": lacking}
 
 
 def _moved(host: torch.Tensor, device: torch.device) -> torch.Tensor | None:
@@ -380,7 +366,7 @@ def _on_the_cpu(layout: str, rank: Rank) -> int:
     with rank.checkpointer(layout) as checkpointer:
         checkpointer.load("rehearsal", *objects)
         checkpointer.save("on_cpu", *objects)
-    rank.gathered(None)
+    rank.gathered()
     prefix = "model/" if rank.is_xla else ()
     tags = (open_checkpoint(rank.place(layout), tag, storage_options=rank.options) for tag in ("rehearsal", "on_cpu"))
     difference = diff_checkpoints(*tags, prefix=prefix, full=True)
@@ -399,7 +385,7 @@ def _killed(rank: Rank) -> str:
     for number in range(2):
         torch.manual_seed(number)
         _step(rank, model, optimizer)
-        if number == 1 and rank.number == dist.get_world_size() - 1:
+        if number == 1 and rank.number == rank.agreement.world_size - 1:
             storage.hook = killing("close", "*")  # of the first file, when its bytes are written
         pending = checkpointer.save(f"step_{number + 1}", model, optimizer, async_save=True)
         pending.exception()
@@ -442,13 +428,13 @@ def _storage(rank: Rank) -> Outcome:
     if rank.number == 0:
         storage.make_dir("")
         storage.write("value", b"0")
-    rank.gathered(None)
+    rank.gathered()
     facts["seen by all ranks"] = storage.read("value") == b"0"
     facts["one of many may create"] = _one_wins(rank, lambda number: storage.link_new("new", b"%d" % number))
     facts["one of many may replace"] = _one_wins(rank, lambda number: storage.exchange("value", b"0", b"%d" % number))
     if rank.number == 0:
         facts |= _alone(storage)
-    rank.gathered(None)
+    rank.gathered()
     wrong = [name for name, holds in facts.items() if not holds and name != "renames"]
     if wrong:
         raise Failed(f"does not hold: {', '.join(wrong)}")
@@ -458,7 +444,7 @@ def _storage(rank: Rank) -> Outcome:
 
 def _one_wins(rank: Rank, attempt: Callable[[int], bool]) -> bool:
     """Let eight threads of each rank try the same: of all of them one succeeds."""
-    rank.gathered(None)
+    rank.gathered()
     with ThreadPoolExecutor(8) as threads:
         won = sum(threads.map(attempt, range(8 * rank.number + 1, 8 * rank.number + 9)))
     return bool(sum(rank.gathered(won)) == 1)
@@ -493,7 +479,7 @@ def _speed(rank: Rank) -> Outcome:
         checkpointer.save("warm", model, async_save=True).wait()
         if rank.number == 0:
             checkpointer.remove("warm")
-        rank.gathered(None)
+        rank.gathered()
         begun = time.monotonic()
         pending = checkpointer.save("measured", model, async_save=True)
         stall = time.monotonic() - begun
@@ -512,7 +498,7 @@ def _speed(rank: Rank) -> Outcome:
 def _seconds(rank: Rank, work: Callable[[], Any]) -> float:
     """Return how long the slowest rank took, all at the same time, the second time."""
     work()
-    rank.gathered(None)
+    rank.gathered()
     begun = time.monotonic()
     work()
     return float(max(rank.gathered(time.monotonic() - begun)))
@@ -552,7 +538,7 @@ def _result(name: str, rank: Rank) -> CheckResult:
         return CheckResult(name, "not possible here", str(reason))
     except Exception as error:
         detail = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
-        trace = "" if isinstance(error, Left) else traceback.format_exc()
+        trace = "" if isinstance(error, PeerTimeout) else traceback.format_exc()
         return CheckResult(name, "failed", detail, time.monotonic() - begun, {}, trace)
 
 
@@ -565,27 +551,25 @@ def main(path: str) -> int:
     """Run the job of a plan on this rank, and return the exit code."""
     threading.Thread(target=_end_with_the_command, daemon=True).start()
     plan = json.loads(Path(path).read_text())
-    with Path(plan["notes"]).open("w") as notes:
 
-        def note(**what: Any) -> None:
+    def note(**what: Any) -> None:
+        with Path(plan["notes"]).open("a") as notes:
             notes.write(json.dumps(what) + "\n")
-            notes.flush()
 
-        try:
-            rank = _joined(plan)
-        except NotPossible as reason:
-            note(unusable=str(reason))
-            return UNUSABLE
-        note(device=rank.name)
-        if plan["job"] == "killed":
-            note(name="killed", detail=_killed(rank))
-            return 0
-        for name in checks_for(rank.name):
-            rank.check, rank.meetings = name, 0
-            result = merged(rank.gathered(_result(name, rank), "end"))
-            if rank.number == 0:
-                note(**asdict(result))
-        rank.leave()
+    try:
+        rank = _joined(plan)
+    except NotPossible as reason:
+        note(unusable=str(reason))
+        return UNUSABLE
+    note(device=rank.name)
+    if plan["job"] == "killed":
+        note(detail=_killed(rank))
+        return 0
+    for name in checks_for(rank.name):
+        result = merged(rank.results(_result(name, rank)))
+        if rank.number == 0:
+            note(**asdict(result))
+    rank.agreement.gather(None)  # rank 0, whose process holds the store in which they meet, goes last
     return 0
 
 
