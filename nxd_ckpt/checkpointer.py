@@ -368,8 +368,7 @@ class Checkpointer(ClosesUnheld):
         """Raise RanksDisagree if ranks that hold copies of the same tensors hold different values. All ranks call it.
 
         A tag has one rank's copy, and a load gives it to all. Every save compares samples, and saves each rank's own
-        where they differ. This reads every tensor, which takes about as long as staging them, and compares digests.
-        Shards of ZeRO-1 have no copies.
+        where they differ. This reads every tensor, which takes about as long as staging. ZeRO-1 shards have no copies.
 
         Args:
             model, optimizer, state: as for `save`.
@@ -535,7 +534,6 @@ class Checkpointer(ClosesUnheld):
 
     def _reserve(self, call: str) -> None:
         """Take the directory before the training, if it will be saved to: without a group only the first save can."""
-        require_same_group(self.topology, self.options.topology, self.options.process_group)
         if self._session is None and self._meant_for_saves and not self._is_closed:
             with self._failures.before_training(self.storage.url, self._meant_for_saves):
                 if (agreement := self._meet(call)) is not None:
@@ -563,6 +561,8 @@ class Checkpointer(ClosesUnheld):
     def _meet(self, call: str) -> Agreement | None:
         """Return the agreement of the job's ranks for this ``call``; None for a process that acts as one of many."""
         at, described = self.topology, self._places.described(call)
+        if call != "close":  # which gives back what the old group's ranks have
+            require_same_group(at, self.options.topology, self.options.process_group)
         return meet(at.rank, at.world_size, self.options.timeout, described, at.members)
 
     def _require_open(self, refused: str) -> None:

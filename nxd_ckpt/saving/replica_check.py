@@ -172,7 +172,6 @@ def _line_text(line: Sequence[Any] | None) -> str:
 
 def refuse_differences(agreement: Agreement, topology: Topology, captured: Callable[[], SaveState]) -> None:
     """Raise RanksDisagree, on all ranks, for two replicas that differ. Collective; reads all of the state."""
-    torch_xla.sync()
     summary = on_all(agreement, lambda: MeshSummary(captured(), topology.members))
     planner = Planner(topology)
     planner.groups = agree_on_groups(agreement, summary)
@@ -196,6 +195,7 @@ def refuse_differences(agreement: Agreement, topology: Topology, captured: Calla
 
 def _digests(plan: SavePlan) -> dict[str, dict[str, int]]:
     """Return digests by claim and name, of all that this rank and others hold."""
+    torch_xla.sync(plan.tensors)
     return {} if plan.replicas is None else plan.replicas.digests_of_live()
 
 

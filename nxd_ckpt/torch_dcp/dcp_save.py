@@ -152,7 +152,7 @@ class DcpSave(CollectedSave):
         threads = Helpers(WRITERS, "nxd_ckpt-helper")
         writer = FileWriter(storage, folder, files, lambda nbytes: None, threads)
         try:
-            torch_xla.sync()
+            torch_xla.sync(tensor for planned in files for tensor in planned.image.tensors)
             stage_and_write(files, writer, Arena(_STAGED))
         finally:
             threads.shutdown()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nxd_ckpt
+from nxd_ckpt import dcp
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats.tensors import iter_tensors, map_tensors
 from nxd_ckpt.live import torch_xla as xla
@@ -274,6 +275,19 @@ def test_a_save_beside_the_main_thread_leaves_its_pending_work_alone(tmp_path):
     loaded: dict[str, torch.Tensor] = {}
     nxd_ckpt.load_checkpoint(tmp_path, 2, loaded)
     assert plain([*saved.state_dict().values()]) == plain([*loaded.values()])
+
+
+def test_a_save_of_torch_dcp_beside_the_main_thread_leaves_its_pending_work_alone(tmp_path):
+    stepped = _model()
+    optimizer = _optimizer(stepped)
+    _train(stepped, optimizer, 2)
+    stepped(torch.ones(1, 3, device=_device())).sum().backward()
+    before = xla.compile_count()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(dcp.save, {"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "step_1").result()
+    assert before == xla.compile_count()
+    optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in stepped.parameters())
 
 
 def test_an_error_of_torch_xla_says_what_to_do(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from nxd_ckpt import (
     Checkpointer,
+    Tier,
     Topology,
     close_checkpointers,
     dcp,
@@ -105,11 +106,20 @@ def test_a_handle_from_before_the_group(tmp_path: Path) -> None:
 def test_a_checkpointer_of_another_group_is_refused(tmp_path: Path) -> None:
     """It would wait for ranks that are there no more, and load without the others; it can be closed."""
     with group(4):
-        checkpointer = Checkpointer(tmp_path / "run")
+        tiers = (Tier(tmp_path / "run"), Tier(tmp_path / "slow"))
+        checkpointer = Checkpointer(tiers=tiers, preemption=["SIGUSR2"], every_minutes=1)
     calls: list[Callable[[], Any]] = [
         lambda: checkpointer.save("t", STATE),
         lambda: checkpointer.load("t"),
         checkpointer.load_latest,
+        checkpointer.latest_step,
+        checkpointer.all_steps,
+        lambda: checkpointer.best_step("loss"),
+        lambda: checkpointer.check_replicas(STATE),
+        lambda: checkpointer.remove("t"),
+        lambda: checkpointer.step(1),
+        lambda: checkpointer.should_save(1),
+        lambda: checkpointer.wait(1),
     ]
     with group(3):
         for call in calls:
