@@ -1,5 +1,6 @@
 """A job of several processes whose script forgot init_process_group, or called it too late: no rank saves alone."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_a_checkpointer_of_another_group_is_refused(tmp_path: Path) -> None:
     """It would wait for ranks that are there no more, and load without the others; it can be closed."""
     with group(4):
         tiers = (Tier(tmp_path / "run"), Tier(tmp_path / "slow"))
-        checkpointer = Checkpointer(tiers=tiers, preemption=["SIGUSR2"], every_minutes=1)
+        checkpointer = Checkpointer(tiers=tiers, preemption=signal.SIGUSR2, every_minutes=1)
     calls: list[Callable[[], Any]] = [
         lambda: checkpointer.save("t", STATE),
         lambda: checkpointer.load("t"),
