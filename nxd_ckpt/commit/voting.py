@@ -111,21 +111,18 @@ class AttemptVotes:
         Meanwhile rank 0 shows them that it is ``working_on`` another attempt. Returns False ``timeout`` seconds after
         the last progress of any rank, if a rank without a vote is ``gone``, or if this rank is ``leaving`` the job.
         """
-        patience = _Patience(timeout)
-        backoff = Backoff(self._storage)
-        sign = _Sign(working_on, timeout)
+        watch = _Watch(self._storage, News(), timeout, working_on)  # nobody tells that a rank has left
         writing = self._writing(world_size)
         while True:
-            sign.renew()
-            names = backoff.timed(self._notes)
+            names = watch.look(self._notes)
             missing = writing(names)
             if not missing:
                 return True
             if leaving() or any(map(gone, missing)):
                 return False
-            if patience.is_over(-len(missing), partial(self._progress, names, range(1, world_size))):
+            if watch.is_over(-len(missing), partial(self._progress, names, range(1, world_size))):
                 return False
-            backoff.pause()
+            watch.pause()
 
     def _writing(self, world_size: int) -> Callable[[Collection[str]], list[int]]:
         """Return what tells, from names of the ranks' files, which other ranks may still write for the attempt.
@@ -178,34 +175,27 @@ class AttemptVotes:
         """
         by_rank: dict[int, Vote] = {}
         missing = {_name(rank_file(self.attempt, rank, kind)): rank for rank in range(first, world_size)}
-        backoff = Backoff(self._storage)
-        looking = _Looking(self._news, timeout)
-        patience = _Patience(timeout)
-        sign = _Sign(self, timeout)
-        last_words = _LastWords()
-        names = set[str]()
+        watch = _Watch(self._storage, self._news, timeout, self)
         while True:
-            sign.renew()
-            if looking.look_is_due():
-                names = backoff.timed(self._notes)
+            names = watch.look(self._notes)
             names |= {name for name, rank in missing.items() if self._news.has(rank_file(self.attempt, rank, kind))}
             new = [missing.pop(name) for name in sorted(names & missing.keys())]
             keys = [rank_file(self.attempt, rank, kind) for rank in new]
             for rank, key, data in zip(new, keys, in_parallel(self._storage, keys, self._storage.read), strict=True):
                 by_rank[rank] = votes.load_vote(data, f"{self._storage.url}/{key}")
                 votes.raise_error_of(by_rank[rank])
-                backoff.reset()
+                watch.backoff.reset()
             if not missing:
                 return [by_rank[rank] for rank in sorted(by_rank)]
             ranks = list(missing.values())
-            if last_words.are_over(dead := [rank for rank in ranks if gone(rank)]):
+            if watch.has_lost(dead := [rank for rank in ranks if gone(rank)]):
                 raise SaveFailed(f"no vote from {ranks_of(dead)} of {world_size}: the process ended; see its log")
-            if patience.is_over(len(by_rank), partial(self._progress, names, ranks)):
+            if watch.is_over(len(by_rank), partial(self._progress, names, ranks)):
                 raise SaveFailed(
                     f"no vote from {ranks_of(ranks)} of {world_size} within {timeout:.0f} s of the last progress: "
                     "dead, stuck, or not in this save; see the logs of those ranks"
                 )
-            looking.wait(backoff)
+            watch.pause()
 
     def announce(self, verdict: Verdict, first: Write | None = None) -> None:
         """Publish rank 0's verdict, with retries: other ranks wait for it. ``first`` is tried first to write it."""
@@ -323,11 +313,8 @@ class AttemptVotes:
 
         While a storage cannot be read, it counts as unchanged.
         """
-        patience = _Patience(timeout)
-        backoff = Backoff(self._storage)
-        last_words = _LastWords()
-        looking = _Looking(self._news, timeout)
-        listed: set[str] = set()
+        watch = _Watch(self._storage, self._news, timeout)
+        listed = set[str]()
 
         def signs() -> dict[str, bytes]:
             alive = alive_file(self.attempt)
@@ -336,15 +323,14 @@ class AttemptVotes:
             return {}
 
         while True:
-            if looking.look_is_due():
-                with suppress(OSError):
-                    listed = backoff.timed(lambda: _listed(self._storage, verdict_dir(self.attempt)))
+            with suppress(OSError):
+                listed = watch.look(lambda: _listed(self._storage, verdict_dir(self.attempt)))
             for key in keys:
                 if _name(key) in listed or self._news.has(key):
                     return key
-            if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):
+            if leaving() or watch.has_lost([0] if gone() else []) or watch.is_over(len(listed), signs):
                 return None
-            looking.wait(backoff, lambda: leaving() or gone())
+            watch.pause(lambda: leaving() or gone())
 
     def _progress(self, names: Collection[str], ranks: Sequence[int]) -> dict[str, bytes]:
         """Return the last progress of ``ranks``, as far as the listing ``names`` of the votes directory has it."""
@@ -363,90 +349,73 @@ class AttemptVotes:
         return votes.load_verdict(self._storage.read(key, NOTE), f"{self._storage.url}/{key}")
 
 
-class _Sign:
-    """Rank 0's sign that it works on an attempt, renewed every tenth of the timeout or 5 s, whichever is less."""
+class _Watch:
+    """One rank's wait for notes of others: when it looks for them, and when it waits no longer.
 
-    def __init__(self, votes: AttemptVotes, timeout: float) -> None:
-        self._votes = votes
-        self._interval = min(timeout / 10, 5.0)
-        self._renewed = effects.monotonic()
-
-    def renew(self) -> None:
-        now = effects.monotonic()
-        if now - self._renewed >= self._interval:
-            self._renewed = now
-            with suppress(OSError):  # the next may succeed
-                self._votes.report_progress(0, effects.monotonic_ns())
-
-
-class _Looking:
-    """When to look at the storage for what the ``news`` should tell: hardly ever; without them after each pause."""
-
-    def __init__(self, news: News, timeout: float) -> None:
-        self._news = news
-        self._interval = min(timeout / 4, LONGEST)
-        self._due = effects.monotonic() + self._interval
-        self._count = news.count
-
-    def look_is_due(self) -> bool:
-        """Return whether to look now. News that come from now on end the next `wait`."""
-        now = effects.monotonic()
-        self._count = self._news.count
-        if self._news.come and now < self._due:
-            return False
-        self._due = now + self._interval
-        return True
-
-    def wait(self, backoff: Backoff, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait for news, a pause without them, or until ``is_over``."""
-        if self._news.come:
-            self._news.wait(self._count, self._due, is_over)
-        else:
-            backoff.pause()
-
-
-class _LastWords:
-    """A few seconds of grace after a process ended: file systems may show its last writes late."""
-
-    def __init__(self) -> None:
-        self._since = math.inf
-
-    def are_over(self, gone: Collection[int]) -> bool:
-        """Return whether ranks are ``gone`` and the grace is over."""
-        if not gone:
-            self._since = math.inf
-            return False
-        self._since = min(self._since, effects.monotonic())
-        return effects.monotonic() - self._since >= _LAST_WORDS
-
-
-class _Patience:
-    """A timeout in seconds that counts from the last sign of progress, not from the start.
-
-    ``count`` is a cheap sign of progress. ``look_closer`` returns more expensive ones. It is called at most every two
-    seconds, and rarely enough to take at most a twentieth of the time; but at least four times within the timeout, and
-    at its end.
+    It looks after each pause; hardly ever where ``news`` tell of the notes. It waits ``timeout`` seconds from the last
+    sign of progress on, not from the start. Rank 0 shows the others meanwhile that it works on the attempt ``shown``:
+    every tenth of the timeout, or every 5 s if that is less.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, storage: Storage, news: News, timeout: float, shown: AttemptVotes | None = None) -> None:
+        self.backoff: Backoff = Backoff(storage)
+        self._news = news
         self._timeout = timeout
-        self._since = self._looked = effects.monotonic()
-        self._interval = min(timeout / 4, 2.0)
+        self._shown = shown
+        self._names = set[str]()
+        self._count = self._told = 0
         self._seen: Mapping[str, bytes] = {}
-        self._count = 0
+        self._closer_interval = min(timeout / 4, 2.0)
+        self._interval = min(timeout / 4, LONGEST)
+        now = effects.monotonic()
+        self._shown_at = self._since = self._looked_closer = now
+        self._due = now + self._interval
+        self._ended = math.inf
+
+    def look(self, look: Callable[[], set[str]]) -> set[str]:
+        """Return the names that ``look`` finds, or the last ones. News that come from now on end the next `pause`."""
+        now = effects.monotonic()
+        if self._shown is not None and now - self._shown_at >= min(self._timeout / 10, 5.0):
+            self._shown_at = now
+            with suppress(OSError):  # the next may succeed
+                self._shown.report_progress(0, effects.monotonic_ns())
+        self._told = self._news.count
+        if not self._news.come or now >= self._due:
+            self._due = now + self._interval
+            self._names = self.backoff.timed(look)
+        return self._names
+
+    def pause(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait for news, a pause without them, or until ``is_over``."""
+        if self._news.come:
+            self._news.wait(self._told, self._due, is_over)
+        else:
+            self.backoff.pause()
+
+    def has_lost(self, gone: Collection[int]) -> bool:
+        """Return whether ranks are ``gone``, for so long that a shared file system shows their last writes."""
+        now = effects.monotonic()
+        self._ended = min(self._ended, now) if gone else math.inf
+        return now - self._ended >= _LAST_WORDS
 
     def is_over(self, count: int, look_closer: Callable[[], Mapping[str, bytes]]) -> bool:
+        """Return whether nothing has changed for the timeout.
+
+        ``count`` is a cheap sign of progress. ``look_closer`` returns more expensive ones. It is called at most every
+        two seconds, and rarely enough to take at most a twentieth of the time; but at least four times within the
+        timeout, and at its end.
+        """
         now = effects.monotonic()
         if count != self._count:
             self._count = count
             self._since = now
-        if now - self._looked >= self._interval or now - self._since >= self._timeout:
+        if now - self._looked_closer >= self._closer_interval or now - self._since >= self._timeout:
             seen = look_closer()
             if seen != self._seen:
                 self._since = now
             self._seen = seen
-            self._looked = now
-            self._interval = min(self._timeout / 4, max(2.0, 20 * (effects.monotonic() - now)))
+            self._looked_closer = now
+            self._closer_interval = min(self._timeout / 4, max(2.0, 20 * (effects.monotonic() - now)))
         return now - self._since >= self._timeout
 
 

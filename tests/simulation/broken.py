@@ -221,12 +221,12 @@ BREAKS = [
     ),
     Break(
         "Rank does not give up on rank 0", "disk", _VOTING,
-        "if leaving() or last_words.are_over([0] if gone() else []) or patience.is_over(len(listed), signs):",
+        "if leaving() or watch.has_lost([0] if gone() else []) or watch.is_over(len(listed), signs):",
         "if leaving():",
     ),
     Break(
         "Rank 0 does not give up on a rank", "disk", _VOTING,
-        "patience.is_over(len(by_rank), partial(self._progress, names, ranks))", "False",
+        "watch.is_over(len(by_rank), partial(self._progress, names, ranks))", "False",
     ),
     Break("Manifest not written", "disk", _COMMIT, ", {names.MANIFEST: dump_manifest(manifest)})", ")"),
     Break(
