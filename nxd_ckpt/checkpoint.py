@@ -23,8 +23,8 @@ from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import KeyMismatch, PartNotFound, as_checkpoint_errors
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
+from nxd_ckpt.errors import KeyMismatch, as_checkpoint_errors
+from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.keywords import LoadKeysKeywords, OpenKeywords
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.loading.load_attempt import download, open_cache
@@ -34,7 +34,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, open_storage
 from nxd_ckpt.tag.choosing import choose_anything
-from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -171,14 +170,12 @@ class Checkpoint:
             TagReplaced: the tag was removed, or saved again, since it was opened.
         """
         refuse_fake_mode()
-        with self._opened.guarded(verified=True):
+        with self._opened.guarded(verified=self.manifest is not None) as read:
             leaf = self.whole.leaf(name)
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
-            tensor = self._opened.put_together(leaf, name)
-        if self.manifest is None:
-            self._opened.require_unchanged(*(fragment.stub.file for fragment in Assembly.of(leaf).fragments))
-        return tensor
+            read += [fragment.stub.file for fragment in Assembly.of(leaf).fragments]
+            return self._opened.put_together(leaf, name)
 
     @as_checkpoint_errors()
     def model_state(self, rank: int = 0) -> dict[str, Any]:
@@ -201,13 +198,13 @@ class Checkpoint:
     @as_checkpoint_errors()
     def scheduler_state(self) -> Any:
         with self._opened.guarded():
-            return self._opened.read_all(self._opened.scheduler())
+            return self._read(self._opened.scheduler())
 
     @as_checkpoint_errors()
     def user_content(self) -> Any:
         """Return the user content; None if there is none."""
         with self._opened.guarded():
-            return self._opened.read_all(self._opened.user_content())
+            return self._read(self._opened.user_content())
 
     @as_checkpoint_errors()
     def rank_content(self, rank: int) -> Any:
@@ -217,13 +214,7 @@ class Checkpoint:
 
     def _read(self, tree: Any) -> Any:
         refuse_fake_mode()
-
-        def read(leaf: TensorStub | Assembly | MissingTensor) -> torch.Tensor:
-            if isinstance(leaf, MissingTensor):
-                raise PartNotFound(f"{self._opened.where}: no file holds tensor {leaf.name!r} ({leaf.file} is missing)")
-            return self._opened.read(leaf)
-
-        return map_tensors(tree, read, (TensorStub, Assembly, MissingTensor))
+        return self._opened.read_all(tree)
 
 
 @as_checkpoint_errors()

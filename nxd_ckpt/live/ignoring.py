@@ -58,8 +58,13 @@ class Ignoring:
         self._aliases = lambda name: [name] if name in names else aliases(name)
 
     def choose(self, names: Names) -> None:
-        """Let a callable choose from ``names``. Raises KeyMismatch if it returns others."""
+        """Let a callable choose from ``names``. Raises KeyMismatch if it returns others.
+
+        A glob that is one of them means that name alone.
+        """
         if self._choose is None:
+            literal = paths(names).intersection(self.globs)
+            self._ignored = Ignored([*{*self.globs} - literal, *self._besides], literal)
             return
         offered = list(names)
         try:

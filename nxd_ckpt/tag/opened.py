@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.document import as_written
-from nxd_ckpt.core.manifest import Manifest, Parts, RankIndex, load_index
+from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
@@ -27,7 +27,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.strides import stored_stride
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
@@ -36,6 +36,7 @@ from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
 from nxd_ckpt.tag.payload import checked_rank_state
 from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.tree_cache import TreeCache
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,
@@ -55,35 +56,6 @@ if TYPE_CHECKING:
     from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 logger = logging.getLogger("nxd_ckpt")
-
-
-Tree = dict[str, Any]
-
-_LIMIT = 2**16
-"""Maximum number of tensors in all cached trees: about 40 MB."""
-
-
-class TreeCache:
-    """The trees that were used last, of `_LIMIT` tensors together, or a single larger one.
-
-    A view that uses many trees for each of its tensors holds them itself: they may be more than the cache keeps.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._trees: dict[Hashable, tuple[dict[str, Any], int]] = {}  # in order of last use
-
-    def get(self, key: Hashable, read: Callable[[], Tree]) -> Tree:
-        """Return the tree of that key; ``read`` makes it if it is not cached. It is shared: nobody may change it."""
-        cached = self._trees.pop(key, None)
-        if cached is None:
-            tree = read()
-            cached = tree, sum(1 for _ in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)))
-            self._count += cached[1]
-        self._trees[key] = cached
-        while self._count > _LIMIT and len(self._trees) > 1:
-            self._count -= self._trees.pop(next(iter(self._trees)))[1]
-        return cached[0]
 
 
 class OpenTag:
@@ -131,18 +103,19 @@ class OpenTag:
         return f"{self.storage.url}/{self.tag}" if self.tag else self.storage.url
 
     @contextmanager
-    def guarded(self, *, verified: bool = False) -> Iterator[None]:
-        """Context for reading the tag.
+    def guarded(self, *, verified: bool = False) -> Iterator[list[str]]:
+        """Context for reading the tag; its list is for the files that are read, if they are known.
 
         Raises TagReplaced, in place of other errors, if it is no longer the opened save.
 
         ``verified`` means that every read is compared with digests that were known before. Otherwise bytes may come
         from another save without any error, so the identity is checked at the end in any case.
         """
+        read: list[str] = []
         with nullcontext() if self.identity is None else self.identity.guarded():
-            yield
+            yield read
         if not verified:
-            self.require_unchanged()
+            self.require_unchanged(*read)
 
     @property
     def refused(self) -> type[CheckpointError]:
@@ -398,13 +371,16 @@ class OpenTag:
         return self._layout.files.read(leaf) if isinstance(leaf, TensorStub) else self.put_together(leaf, "")
 
     def read_all(self, tree: Any) -> Any:
-        """Return a tree with its tensors read, and their strides; without any, the tree itself."""
+        """Return a copy of a tree with its tensors read, and their strides. Raises PartNotFound for one without a file.
+        """
         from nxd_ckpt.formats.memory import strided
 
-        leaves = (TensorStub, Assembly)
-        if not any(iter_tensors(tree, leaves)):
-            return tree
-        return map_tensors(tree, lambda leaf: strided(self.read(leaf), stored_stride(leaf)), leaves)
+        def read(leaf: Leaf | MissingTensor) -> torch.Tensor:
+            if isinstance(leaf, MissingTensor):
+                raise PartNotFound(f"{self.where}: no file holds tensor {leaf.name!r} ({leaf.file} is missing)")
+            return strided(self.read(leaf), stored_stride(leaf))
+
+        return map_tensors(tree, read, (TensorStub, Assembly, MissingTensor))
 
     def put_together(self, leaf: Leaf, name: str) -> torch.Tensor:
         """Read one tensor to the CPU, comparing its parts with the indexes too; ``name`` names it in errors.
@@ -448,30 +424,40 @@ class OpenTag:
         if entry is None:
             saved_files = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files or 'nothing'}")
-        if entry.nbytes > _SMALL:
+        index = self.index(writer)
+        is_read = entry.nbytes <= _SMALL and self._is_compared(file, entry, index)
+        if not is_read:
             self._expect(file, entry.nbytes)
-        else:
-            data = self._small(file, entry.nbytes)
-            try:
-                check_bytes(data, entry, f"{self.where}/{file}")
-            except DigestMismatch as error:
-                tensors = (entry for entry in self.index(writer).tensors if entry.file == file)
-                changed = changed_tensors(tensors, lambda start, nbytes: crc32.crc32(data[start : start + nbytes]))
-                raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
-            if self._keeps:
-                self._layout.files.keep(file, data)
-            self._layout.files.record(file, entry.nbytes)
-        self._record_tree(file, entry.nbytes, self.index(writer))
+        self._record_tree(file, entry.nbytes, index, is_read)
         self._verified.add(file)
 
-    def _record_tree(self, file: str, nbytes: int, index: RankIndex) -> None:
+    def _is_compared(self, file: str, entry: FileEntry, index: RankIndex) -> bool:
+        """Compare a small file with its digest.
+
+        Return False if it differs in tensors, which are compared as they are read, and its index has the rest.
+        """
+        data = self._small(file, entry.nbytes)
+        try:
+            check_bytes(data, entry, f"{self.where}/{file}")
+        except DigestMismatch as error:
+            tensors = (entry for entry in index.tensors if entry.file == file)
+            changed = changed_tensors(tensors, lambda start, nbytes: crc32.crc32(data[start : start + nbytes]))
+            if changed and file in index.trees:
+                return False
+            raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
+        if self._keeps:
+            self._layout.files.keep(file, data)
+        self._layout.files.record(file, entry.nbytes)
+        return True
+
+    def _record_tree(self, file: str, nbytes: int, index: RankIndex, is_compared: bool) -> None:
         """Take the content of a file from its writer's index, if that has it: the digests there verify its tensors."""
         if file not in index.trees:
             return
         entries = [entry for entry in index.tensors if entry.file == file]
         check_extents(entries, nbytes, f"{self.where}/{file}")
         stubs = [stub_of(entry) for entry in entries]
-        if self.opens_all and nbytes > _SMALL and not self._layout.files.has_digests(file, nbytes, stubs):
+        if self.opens_all and not is_compared and not self._layout.files.has_digests(file, nbytes, stubs):
             return  # which of them differ, its pickle tells
         self._layout.files.record_tree(file, index.trees[file], stubs)
         self.entries |= {(file, entry.offset): entry for entry in entries}

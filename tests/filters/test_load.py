@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nxd_ckpt
-from nxd_ckpt import load_checkpoint, save_checkpoint
-from nxd_ckpt.errors import InvalidArgument, KeyMismatch, OptimizerMismatch
+from nxd_ckpt import load_checkpoint, open_checkpoint, save_checkpoint
+from nxd_ckpt.errors import DigestMismatch, InvalidArgument, KeyMismatch, OptimizerMismatch
 from tests.filters.named import Named, averages, stepped
 from tests.live.doubles import ShardedOptimizer
+from tests.support.damage import flip
 from tests.tag.equality import difference
 
 SAVED = {"a.weight": 1.0, "b.weight": 2.0, "c.weight": 3.0}
@@ -48,10 +49,32 @@ def test_a_glob_of_all_that_is_below_a_part_leaves_it_out(run: Path, glob: str) 
 
 def test_a_name_with_a_bracket_is_left_out_by_itself(tmp_path: Path) -> None:
     """As messages write it, though as a glob it matches another."""
-    save_checkpoint(tmp_path, "t", {"w[0]": torch.ones(1), "w[1]": torch.ones(1)}, durable=False)
+    state = {name: torch.ones(1) for name in ("w[0]", "w[1]", "w0")}
+    save_checkpoint(tmp_path, "t", state, durable=False)
     loaded: dict[str, Any] = {}
     load_checkpoint(tmp_path, "t", loaded, ignore_keys=["model/w[0]"])
-    assert {"w[1]"} == loaded.keys()
+    assert {"w[1]", "w0"} == loaded.keys()
+    save_checkpoint(tmp_path, "some", state, durable=False, ignore_keys=["model/w[0]"])
+    assert ["model/w[1]", "model/w0"] == open_checkpoint(tmp_path, "some").keys()
+
+
+def test_what_is_left_out_may_be_damaged(tmp_path: Path) -> None:
+    """In a small file too, all of which is verified otherwise. The sound tensors can be read one by one."""
+    kept, lost = torch.full((9,), 1.5), torch.full((9,), 2.5)
+    save_checkpoint(tmp_path, "t", {"kept": kept, "lost": lost}, durable=False)
+    [file] = (tmp_path / "t" / "model").iterdir()
+    flip(file, file.read_bytes().index(lost.numpy().tobytes()))
+    for verify in (True, "reading"):
+        loaded: dict[str, Any] = {}
+        load_checkpoint(tmp_path, "t", loaded, ignore_keys=["model/lost"], verify=verify)
+        assert (["kept"], True) == ([*loaded], torch.equal(kept, loaded["kept"]))
+        with pytest.raises(DigestMismatch, match="model/lost"):
+            load_checkpoint(tmp_path, "t", {}, verify=verify)
+    checkpoint = open_checkpoint(tmp_path, "t")
+    assert ["model/kept", "model/lost"] == checkpoint.keys()
+    assert torch.equal(kept, checkpoint.read("model/kept"))
+    with pytest.raises(DigestMismatch, match="model/lost"):
+        checkpoint.read("model/lost")
 
 
 def test_every_part_can_be_left_out_by_itself(run: Path) -> None:
