@@ -79,8 +79,13 @@ def size_advice(name: str) -> str:
     own = name.partition("/")[2].partition("/")[0]
     return (
         "build the layer with the sizes of the save (such as in_features and out_features of nn.Linear), or keep what "
-        f"the live one has, untrained, with ignore_keys=['*/{own}']"
+        f"the live one has, untrained, with {_anywhere([own])}"
     )
+
+
+def _anywhere(names: Iterable[str]) -> str:
+    """Return the option of a load that leaves these tensors and their optimizer state out."""
+    return f"ignore_keys={[f'*/{name}' for name in names]}"
 
 
 class ShapeProblems:
@@ -95,15 +100,13 @@ class ShapeProblems:
 
     def complain(self) -> None:
         """Raise the first ShapeMismatch, with the names of all."""
-        errors = list(self._errors.values())
-        if len(errors) > 1:
-            all_of_them = f". None is loaded with ignore_keys={[f'*/{name}' for name in self._errors]}"
-            raise ShapeMismatch(
-                f"{errors[0]}. {len(errors)} tensors have other shapes: {first_of(self._errors)}"
-                f"{all_of_them if len(errors) <= _LISTED else ''}"
-            )
-        if errors:
-            raise errors[0]
+        names = list(self._errors)
+        if len(names) > 1:
+            first = str(self._errors[names[0]])
+            text = first.replace(_anywhere(names[:1]), _anywhere(names)) if len(names) <= _LISTED else first
+            raise ShapeMismatch(f"{text}. {len(names)} tensors have other shapes: {first_of(names)}")
+        if names:
+            raise self._errors[names[0]]
 
 
 def _first_components(names: Iterable[str]) -> Collection[str]:

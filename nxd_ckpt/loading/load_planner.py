@@ -419,7 +419,7 @@ class LoadPlanner:
         for number, options in enumerate(form.options[: len(order)]):
             first = order.index(order[number])
             first_options = form.options[first]
-            keys = options.keys() - {"lr", "initial_lr", OPTIMIZER_NAME}
+            keys = options.keys() - {OPTIMIZER_NAME}
             differ = sorted(key for key in keys if repr(options[key]) != repr(first_options.get(key)))
             if differ:
                 raise OptimizerMismatch(

@@ -1,6 +1,7 @@
 """Names of the tag that are not the model's, and the reverse: the same message on the same sizes and on all others."""
 
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def test_the_advice_for_a_wider_layer_suffices(tmp_path: Path) -> None:
     with pytest.raises(ShapeMismatch) as refused:
         load_checkpoint(tmp_path, "t", *wider)
     keys = ["*/0.weight", "*/0.bias", "*/1.weight"]
-    assert f"None is loaded with ignore_keys={keys}" in str(refused.value)
+    assert [str(keys)] == re.findall(r"ignore_keys=(\[.*?\])", str(refused.value))
     load_checkpoint(tmp_path, "t", *wider, ignore_keys=keys)
     assert torch.equal(saved[0].state_dict()["1.bias"], wider[0].state_dict()["1.bias"])
 

@@ -75,22 +75,24 @@ def test_options_of_another_release_load(tmp_path: Path, model: torch.nn.Module)
     assert ("all", True) == (other.param_groups[0]["name"], "decoupled_weight_decay" in other.param_groups[0])
 
 
-def groups(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
+def groups(model: torch.nn.Module, **options: Any) -> list[dict[str, Any]]:
     named = dict(model.named_parameters())
-    return [{"params": [named["weight"]]}, {"params": [named["bias"]], "weight_decay": decay}]
+    return [{"params": [named["weight"]]}, {"params": [named["bias"]], **options}]
 
 
-def test_one_group_does_not_undo_what_two_say(tmp_path: Path, model: torch.nn.Module) -> None:
+@pytest.mark.parametrize("option", ["weight_decay", "lr"])
+def test_one_group_does_not_undo_what_two_say(tmp_path: Path, model: torch.nn.Module, option: str) -> None:
     """No weight decay of biases, say. Groups with equal options load, and the live options can be kept."""
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    saved: dict[str, Any] = {option: 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), **saved)
     step(model, optimizer)
     save_checkpoint(tmp_path, "t", model, optimizer)
-    other = torch.optim.AdamW(groups(model, 0.0), weight_decay=0.1)
-    with pytest.raises(OptimizerMismatch, match=r"were one group .* weight_decay \(0\.1 and 0\.0\)"):
+    other = torch.optim.AdamW(groups(model, **{option: 0.0}), **saved)
+    with pytest.raises(OptimizerMismatch, match=rf"were one group .* {option} \(0\.1 and 0\.0\)"):
         load_checkpoint(tmp_path, "t", model, other)
     load_checkpoint(tmp_path, "t", model, other, ignore_keys=["optim/param_groups"])
-    assert [0.1, 0.0] == [group["weight_decay"] for group in other.param_groups]
-    equal = torch.optim.AdamW(groups(model, 0.1), weight_decay=0.1)
+    assert [0.1, 0.0] == [group[option] for group in other.param_groups]
+    equal = torch.optim.AdamW(groups(model), **saved)
     load_checkpoint(tmp_path, "t", model, equal)
     assert 2 == len(equal.state)
 
