@@ -72,7 +72,7 @@ def add_options(
             continue
         form = _form_of(hints[name])
         meaning = entry.metadata["help"].partition(". ")[0].rstrip(".").replace("``", "")
-        default = "" if entry.default in (None, False) else f" (default: {entry.default})"
+        default = "" if entry.default in (None, False, "") else f" (default: {entry.default})"
         parser.add_argument(
             spelled.get(name, f"--{name.replace('_', '-')}"),
             dest=name,
@@ -274,6 +274,12 @@ class Command:
     other_names: Mapping[str, str] = field(default_factory=dict)
     quiet: bool = False
     code_of_error: int = 1
+
+    @property
+    def usage(self) -> str:
+        """The line that shows the order of its words; the flags are listed below it."""
+        operands = (f"[{name.rstrip('?*')}]" if name.endswith(("?", "*")) else name for name, _ in self.operands)
+        return " ".join(("%(prog)s [options]", *operands))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add all arguments of the command to its parser."""

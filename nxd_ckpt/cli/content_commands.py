@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.cli import text
@@ -17,6 +18,7 @@ from nxd_ckpt.options.execution import OpenOptions
 
 if TYPE_CHECKING:
     from nxd_ckpt.checkpoint import Checkpoint
+    from nxd_ckpt.core.manifest import Parts
     from nxd_ckpt.examine.diff import Difference, TensorDifference, ValueDifference
     from nxd_ckpt.reshard.whole_tag import GlobalTensor
     from nxd_ckpt.tag.listing import Options
@@ -283,8 +285,29 @@ def _diff(args: argparse.Namespace) -> int:
         "problems": list(difference.problems),
     }
     if args.json or difference or not args.quiet:
-        text.show(document, _diff_lines(document, None if args.all else _SHOWN), as_json=args.json)
+        lines = _diff_lines(document, None) if args.all else _summed_up(document, {"A": a.parts, "B": b.parts})
+        text.show(document, lines, as_json=args.json)
     return 1 if difference else 0
+
+
+_FIELDS = {"model": "model", "optim": "optimizer", "scheduler": "scheduler", "user_content": "user_content"}
+"""Parts in names, each with its field of `Parts`."""
+
+
+def _summed_up(document: dict[str, Any], parts: Mapping[str, Parts]) -> Iterator[str]:
+    """Yield the lines of the differences, with a single one for a part that one side lacks."""
+    lacking = {part: side for side, held in parts.items() for part, name in _FIELDS.items() if not getattr(held, name)}
+    rest, counts = dict(document), Counter[str]()
+    for kind in ("tensors", "values"):
+        part_of = [each["name"].partition("/")[0] for each in document[kind]]
+        rest[kind] = [each for part, each in zip(part_of, document[kind], strict=True) if part not in lacking]
+        counts.update(part for part in part_of if part in lacking)
+    yield from _diff_lines(rest, _SHOWN)
+    if counts:
+        yield ""
+    for part, number in counts.items():
+        noun = _FIELDS[part].replace("_", " ")
+        yield f"{lacking[part]} has no {noun}: {units.count(number, 'name')} less (--all shows them)"
 
 
 def _open_tag(directory: str, tag: str | None, options: Options, args: argparse.Namespace) -> Checkpoint:

@@ -110,6 +110,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             example=command.example,
             help=command.summary,
             description=command.description,
+            usage=command.usage,
             allow_abbrev=False,
         )
         command.add_arguments(parser)

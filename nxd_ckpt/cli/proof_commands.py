@@ -32,7 +32,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.all:
         document = _verify(*locate(args.dir, args.tag, options), args)
         problems = document["problems"]
-        lines = chain(_lines(document), _advice(document, options))
+        lines = chain(_lines(document), _advice(document["directory"], options) if problems and document["tag"] else ())
     elif args.tag is not None:
         raise argparse.ArgumentTypeError("--all verifies every tag: leave out TAG")
     else:
@@ -71,15 +71,14 @@ def _verify(directory: str, tag: str | None, args: argparse.Namespace) -> dict[s
     }
 
 
-def _advice(document: dict[str, Any], options: StorageOptions | None) -> Iterator[str]:
+def _advice(directory: str, options: StorageOptions | None) -> Iterator[str]:
+    from nxd_ckpt.storage.fsspec_storage import without_password
     from nxd_ckpt.storage.urls import open_storage
     from nxd_ckpt.tag.directory import holds_tags
 
-    if not (document["problems"] and document["tag"]):
-        return
-    if holds_tags(open_storage(document["directory"], storage_options=options)):  # else it is a model of others
-        yield f"  nxd-ckpt verify --all {document['directory']} says which tags are undamaged, of which a load with"
-        yield "  fallback=True takes the newest"
+    if holds_tags(open_storage(directory, storage_options=options)):  # else it is a model of others
+        yield f"  nxd-ckpt verify --all {without_password(directory)} says which tags are undamaged, of which a load"
+        yield "  with fallback=True takes the newest"
 
 
 def _summary(documents: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -168,7 +167,10 @@ def _doctor(args: argparse.Namespace) -> int:
     examination = of_latest(True, examine)
     document = {"ok": bool(examination), **asdict(examination)}
     if args.json or examination.findings or not args.quiet:
-        text.show(document, _doctor_lines(document), as_json=args.json)
+        directory, _, options = located(args.tag, args)
+        is_damaged = any(finding.kind == "files" for finding in examination.findings)
+        lines = chain(_doctor_lines(document), _advice(directory, options) if is_damaged else ())
+        text.show(document, lines, as_json=args.json)
     passed = not examination.findings if args.strict else bool(examination)
     return 0 if passed else 1
 

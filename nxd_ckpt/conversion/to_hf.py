@@ -196,10 +196,10 @@ def to_hf(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
         ):
             job = on_all(agreement, by_converter)
         output = on_all(agreement, lambda: _ready(job, chosen))
-        _write(job, output, agreement, chosen.progress)
+        done = job.summary(_write(job, output, agreement, chosen.progress))
         if agreement.rank == 0:
-            report("converted", f"{source.root.path} to {job.target.path}", job.summary().nbytes, started)
-        return job.summary()
+            report("converted", f"{source.root.path} to {job.target.path}", done.nbytes, started)
+        return done
 
 
 def _prepared(source: Source, dst: StrPath, chosen: ConvertOptions, converted: bool) -> _Job:
@@ -307,20 +307,22 @@ class _Job:
         for file in self.weight_files:
             _ = file.image  # raises here if it cannot be planned
 
-    def summary(self) -> Converted:
+    def summary(self, others: Mapping[str, int] | None = None) -> Converted:
+        """Return the result, with the bytes of the files beside the weights once they are written."""
         tensors = tuple(
             ConvertedTensor(form.name, form.dtype, form.shape, (tensor.source_name,), tensor.source.shape)
             for form, tensor in zip([*self._forms, *self._state], self.tensors.values(), strict=True)
         )
         files = {file.name: file.image.nbytes for file in self.weight_files}
-        copied = {file.name: len(file.content) for file in self.files} if self._is_whole else {}
+        if others is None:
+            others = {file.name: len(file.content) for file in self.files} if self._is_whole else {}
         return Converted(
             self.source.root.path,
             self.target.path,
             "hf",
             self.source.writer.value,
             sum(files.values()),
-            files=files | copied,
+            files=files | dict(others),
             mapping=self.mapping.name,
             step=None if self.optimizer is None else self.optimizer.steps,
             tensors=tensors,
@@ -364,7 +366,8 @@ def _ready(job: _Job, chosen: ConvertOptions) -> Output:
     return Output(job.target, chosen)
 
 
-def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> None:
+def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> Mapping[str, int]:
+    """Write the output, and return the bytes of the files beside the weights."""
     decided_by_rank0(agreement, output.begin)
     mine = job.weight_files[agreement.rank :: agreement.world_size]
     nbytes = sum(file.image.nbytes for file in mine)
@@ -372,7 +375,7 @@ def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> N
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
             in_turns(agreement, [partial(_write_file, job, output, file, written) for file in mine])
-        decided_by_rank0(agreement, lambda: _finish(job, output))
+        return decided_by_rank0(agreement, lambda: _finish(job, output))
     except BaseException:
         if agreement.rank == 0:
             output.discard()
@@ -384,8 +387,10 @@ def _write_file(job: _Job, output: Output, file: WeightFile, written: Counter) -
         write_images(reader, output.storage, output.folder, [[job.planned(file)]], written.add)
 
 
-def _finish(job: _Job, output: Output) -> None:
+def _finish(job: _Job, output: Output) -> dict[str, int]:
+    sizes = {}
     for file in job.last_files():
+        sizes[file.name] = len(file.content)
         folder, _, _ = file.name.rpartition("/")
         if folder:
             output.storage.make_dir(f"{output.folder}/{folder}")
@@ -393,6 +398,7 @@ def _finish(job: _Job, output: Output) -> None:
         if folder:
             output.storage.sync_dir(f"{output.folder}/{folder}")
     output.publish()
+    return sizes
 
 
 ADAPTER_MODEL = "adapter_model.safetensors"

@@ -53,8 +53,8 @@ class UnshardOptions(OutputOptions):
     """Plain files of whole tensors."""
 
     use_safetensors: bool = option(False, "write safetensors files, and JSON for values that are no tensors.")
-    unshard_strategy: StrategyName | Strategy = option("one_file", """files for each of model and optimizer: a name,
-        an `nxd_ckpt.UnshardStrategy`, or OLMo-core's own.""")
+    unshard_strategy: StrategyName | Strategy = option("one_file", """files for each of model and optimizer. A name, an
+        `nxd_ckpt.UnshardStrategy`, or OLMo-core's own.""")
     sha256: bool = option(False, """write SHA256SUMS beside the files, a list that ``sha256sum -c`` and
         ``nxd-ckpt verify`` compare. Everything is read once more for it.""")
     size_per_shard: ShardSize = option("5GB", """maximum size of a weight file, or of one of "chunks", as 5GB or bytes;
@@ -80,22 +80,23 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
     stages: Names | None = option(None, "names of each pipeline stage. Default: layers are spread evenly, in order.")
     virtual_pp: Count = option(1, "model chunks of each rank in an interleaved pipeline (virtual_pipeline_size).")
     use_xser: bool | None = option(None, "write xser files; by default as the source.")
-    optimizer: bool | None = option(None, """False leaves out the optimizer, True asks for it. Default: it is written
-        if the source has one, but not to "hf".""")
+    optimizer: bool | None = option(None, """write the optimizer, which must be there. False leaves it out. Default:
+        it is written if the source has one, but not to "hf".""")
     optimizer_form: OptimizerForm | None = option(None, """the optimizer's form in a tag: "zero1" (NxD's, sharded),
         "zero1_full" (one file, not sharded) or "plain". Default: the source's; from torch DCP "zero1" if it has master
         weights.""")
-    optim_only: bool = option(False, "leave out all but the optimizer of a tag.")
+    optim_only: bool = option(False, """leave out all but the optimizer of a tag, in the form "zero1" or
+        "zero1_full".""")
     model_key: str | None = option(None, """the model's key in a state dict: the source's, or torch DCP's that is
         written; "" for the state dict itself. Default: "model", or what the source shows.""")
-    optim_key: str | None = option(None, 'the optimizer\'s key, as model_key. Default: "optim".')
+    optim_key: str | None = option(None, 'the optimizer\'s key, likewise. Default: "optim".')
     flatten_optimizer_state: bool = option(False, """param groups by parameter in torch DCP, as with torch's
         ``flatten_optimizer_state_dict=True``.""")
     torchtitan_release: Release = option("0.3", "TorchTitan's release whose names are written: 0.3, or AWS's 0.2.2.")
     config: StrPath | None = option(None, """the model's config.json, or a directory with one. It chooses the mapping,
         and is copied beside a model. Default: the one beside the source.""")
-    mapping: MappingSpec = option(None, """a shipped mapping's name, a JSON or YAML file, or a document. Default:
-        files beside the source decide, else config.json.""")
+    mapping: MappingSpec = option(None, """a shipped mapping's name, or a JSON or YAML file. A document is taken too.
+        Default: files beside the source decide, else config.json.""")
     prefix: str = option("", """beginning of names in Hugging Face's files that the mapping lacks, such as
         "language_model.".""")
     key_mapping: Mapping[str, str] | None = option(None, """maps Hugging Face's names in the mapping to whole names in
@@ -109,8 +110,8 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
         cast.""")
     qkv_linear: bool = option(False, """the model has ``GQAQKVColumnParallelLinear`` (weight_q, weight_k, weight_v), not
         three layers.""")
-    fuse_qkv: bool = option(False, """the model has it with ``fuse_qkv=True`` (weight_qkv), with or without
-        ``qkv_linear``.""")
+    fuse_qkv: bool = option(False, """the model has that layer with ``fuse_qkv=True`` (weight_qkv). ``qkv_linear``
+        may be set too.""")
     coalesce_qkv: bool = option(False, "the model has one ``ColumnParallelLinear`` for q, k and v.")
     split_gate_up: bool = option(False, "the model has gate_proj and up_proj, not gate_up_proj.")
     tokenizer: StrPath | None = option(None, """a directory whose files are copied to "hf", except weights and
@@ -118,8 +119,8 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
     master_weights: bool = option(False, "write the optimizer's master weights as the model, if it has them.")
     presharded: bool = option(False, """write the model for NxD inference: a safetensors file for each of ``tp`` ranks,
         as the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen 3.""")
-    model: str | None = option(None, """the name of one of several models: "generator" of ``model={"generator":
-        ...}``. Its part of the optimizers is written too.""")
+    model: str | None = option(None, """the name of one of several models that were saved, such as "generator". Its part
+        of the optimizers is written too.""")
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for contradictions, too."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nxd_ckpt import Topology
+from nxd_ckpt import Topology, save_checkpoint
 from tests.cli.conftest import Run
 from tests.interop.saving import save_as_every_rank
 
@@ -26,3 +26,18 @@ def test_what_differs_is_shown(run: Run, copied: Path) -> None:
     assert {"model/norm": 1, "model/new": None} == {one["name"]: one["differing"] for one in document["tensors"]}
     assert [{"name": "user_content/steps", "a": None, "b": "8"}] == document["values"]
     assert (False, 0, 12) == (document["same"], document["same_tensors"], document["nbytes"])
+
+
+def test_a_part_that_one_tag_lacks_takes_one_line(run: Run, tmp_path: Path) -> None:
+    """Of its names, of which there are many; --all lists them."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path, "a", model, optimizer, durable=False)
+    save_checkpoint(tmp_path, "b", model, durable=False)
+    lines = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
+    every = run("diff", tmp_path / "a", tmp_path / "b", "--all").out.splitlines()
+    names = [line for line in every if "  optim/" in line]
+    assert f"B has no optimizer: {len(names)} names less (--all shows them)" == lines[-1]
+    assert not [line for line in lines if "  optim/" in line]

@@ -89,6 +89,7 @@ def test_a_damaged_tag_is_named_once(run: Path, tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert f"problem: {tmp_path}/step_1: model/{file.name}" in out
     assert "0 tensors" not in out
+    assert f"nxd-ckpt verify --all {tmp_path} says which tags are undamaged" in out
     assert 1 == main(["doctor", str(tmp_path), "--json"])
     [finding] = json.loads(capsys.readouterr().out)["findings"]
     assert ("files", "problem") == (finding["kind"], finding["severity"])

@@ -104,7 +104,8 @@ def test_tied_embeddings_have_one_state(tmp_path: Path) -> None:
     what = {"model": held, "optimizer": optimizer, "param_names": [names]}
     save_as_every_rank(tmp_path / "run", "step_1", [Topology()], lambda rank: what, durable=False)
     config = write_config(tmp_path / "config", {**job.model.config, "tie_word_embeddings": True})
-    convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=config, optimizer=True)
+    done = convert(tmp_path / "run" / "step_1", tmp_path / "out", to="hf", config=config, optimizer=True)
+    assert {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()} == done.files
     assert [] == differences({name: one for name, one in state.items() if name != names[1]}, weights(tmp_path / "out"))
     expected = {f"{names[0]}/exp_avg": held[names[0]] * 2}
     assert [] == differences(expected, tensors(tmp_path / "out"))
