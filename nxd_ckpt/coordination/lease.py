@@ -98,6 +98,7 @@ def acquire(
     except BaseException:  # an interrupt too: else nobody would release a lease that was taken
         with suppress(OSError):
             release(storage, mine)
+            storage.remove_if(HEARTBEAT, lambda: storage.read(HEARTBEAT) == _encode(mine, beat=0))
         raise
 
 

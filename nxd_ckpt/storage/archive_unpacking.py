@@ -71,12 +71,19 @@ class Stream(Protocol):
     def close(self) -> Any: ...
 
 
-def compression_of(name: str) -> str | None:
-    """Return the compression of the file ``name``, by its suffix; None if it has none.
+_MARKS = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD, b"BZh": BZIP2, b"\xfd7zXZ\0": XZ}
+"""Compression by the first bytes of a file."""
+LONGEST_MARK = 262
+"""Bytes at the beginning of a file that tell: those of a plain archive end with "ustar"."""
+
+
+def compression_of(name: str, start: bytes = b"") -> str | None:
+    """Return the compression of a file by its first bytes, or else by the end of its name; None if it has none.
 
     Raises InvalidArgument if the library for it is missing.
     """
     kind = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
+    kind = None if start[257:] == b"ustar" else next((_MARKS[mark] for mark in _MARKS if start.startswith(mark)), kind)
     if kind == ZSTD and find_spec("zstandard") is None:
         raise InvalidArgument(f"{name}: needs zstandard: pip install zstandard")
     return kind

@@ -304,9 +304,12 @@ def _joined(above: str, below: str) -> str:
 
 
 def tell_room(error: BaseException, place: str, nbytes: int) -> None:
-    """Add to the error of a full disk how many bytes were to be written to ``place``, and how many are free there."""
+    """Add to the error of a full disk how many bytes were to be written to ``place``, and how many are free there.
+
+    Not to a subclass, by which the disk of another host is told.
+    """
     ending = "are free"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and ending not in str(error):
+    if type(error) is OSError and error.errno in (errno.ENOSPC, errno.EDQUOT) and ending not in str(error):
         with suppress(OSError):
             free = shutil.disk_usage(place).free
             error.strerror = f"{error.strerror} ({size(nbytes)} are to be written, {size(free)} {ending})"

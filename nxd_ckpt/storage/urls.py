@@ -17,7 +17,7 @@ from nxd_ckpt.core.arguments import Kind, plain_mapping
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.zip_directory import LOCAL_MARK
 from nxd_ckpt.storage.archive_storage import SUFFIX, ArchiveFile, ArchiveStorage
-from nxd_ckpt.storage.archive_unpacking import SUFFIXES, UnpackedFile, compression_of
+from nxd_ckpt.storage.archive_unpacking import LONGEST_MARK, SUFFIXES, UnpackedFile, compression_of
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases, is_below
@@ -44,20 +44,15 @@ def open_storage(path: StrPath, durable: bool = True, storage_options: StorageOp
     if text.endswith(ARCHIVES):
         directory, name = directory_and_name(text)
         inner = _open_directory(directory, durable, storage_options)
-        if inner.is_file(name) and not _is_zip(inner, name):
-            return _open_archive(inner, name)
+        if inner.is_file(name):
+            start = bytearray(min(LONGEST_MARK, inner.size(name)))
+            inner.read_into(name, 0, memoryview(start))
+            if not start.startswith(LOCAL_MARK):  # torch.save's files are called checkpoint.pth.tar in many scripts
+                return _open_archive(inner, name, compression_of(name, bytes(start)))
     return _open_directory(text, durable, storage_options)
 
 
-def _is_zip(inner: Storage, name: str) -> bool:
-    """Return whether a file is none of ``tar``: torch.save's are called ``checkpoint.pth.tar`` in many scripts."""
-    start = bytearray(min(len(LOCAL_MARK), inner.size(name)))
-    inner.read_into(name, 0, memoryview(start))
-    return start == LOCAL_MARK
-
-
-def _open_archive(inner: Storage, name: str) -> Storage:
-    compressed = compression_of(name)
+def _open_archive(inner: Storage, name: str, compressed: str | None) -> Storage:
     return ArchiveStorage(ArchiveFile(inner, name) if compressed is None else UnpackedFile(inner, name, compressed))
 
 

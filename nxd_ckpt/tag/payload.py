@@ -14,6 +14,7 @@ from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS
 from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.core.manifest import Parts
+from nxd_ckpt.core.parameter_names import EXTRA_STATE
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
@@ -215,10 +216,10 @@ class Payload:
 
     @property
     def _is_bare_model(self) -> bool:
-        """True for a state dict itself: tensors at the top level, and no parts."""
+        """True for a state dict itself: tensors or extra state at the top level, and no parts."""
         nested = any(self._part(keys) is not None for keys in (_MODEL_KEYS, _OPTIMIZER_KEYS))
-        has_tensors = any(len(path) == 1 for path, _ in iter_tensors(self.content))
-        return not nested and not is_optimizer(self.content) and has_tensors
+        is_model = any(len(path) == 1 for path, _ in iter_tensors(self.content)) or _has_extra_state(self.content)
+        return not nested and not is_optimizer(self.content) and is_model
 
     @property
     def taken(self) -> str:
@@ -250,7 +251,12 @@ def _alone(value: Any) -> Any:
 
 
 def _holds_state(part: dict[str, Any]) -> bool:
-    return _is_state(part) or "param_groups" in part or any(iter_tensors(part, (*tensor_types(), MissingTensor)))
+    has_tensors = any(iter_tensors(part, (*tensor_types(), MissingTensor)))
+    return _is_state(part) or "param_groups" in part or has_tensors or _has_extra_state(part)
+
+
+def _has_extra_state(part: dict[Any, Any]) -> bool:
+    return any(isinstance(name, str) and name.endswith(EXTRA_STATE) for name in part)
 
 
 def _is_state(value: Any) -> bool:

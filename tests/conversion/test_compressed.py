@@ -87,6 +87,15 @@ def test_archives_of_other_programs_are_read(tmp_path: Path, work_dir: Path) -> 
         assert None is difference(model(), state)
 
 
+@pytest.mark.parametrize(("written", "name"), [(".tar", "x.tar.gz"), (".tgz", "x.tar"), (".tar.zst", "x.tar.xz")])
+def test_its_bytes_tell_how_it_is_compressed(tmp_path: Path, work_dir: Path, written: str, name: str) -> None:
+    """Not its name, which a browser or a script may have changed: it was called truncated."""
+    convert(save_example(tmp_path, 1), tmp_path / f"packed{written}", to="tar")
+    state: dict[str, Any] = {}
+    load_checkpoint((tmp_path / f"packed{written}").rename(tmp_path / name), model=state)
+    assert None is difference(model(), state)
+
+
 def test_an_archive_goes_through_a_store(work_dir: Path) -> None:
     """Packed into it, and loaded from there; nothing of the packing stays on this host."""
     store = f"memory://{uuid.uuid4().hex}"

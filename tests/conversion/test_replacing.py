@@ -403,3 +403,16 @@ def test_a_full_disk_leaves_what_was_there(tags: Path, monkeypatch: pytest.Monke
     assert before.items() <= contents(output.parent).items()
     assert [output] == [path for path in output.parent.iterdir() if path.name != ".nxd_ckpt"]
     assert [] == remains(output.parent)
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_disk_that_fills_as_a_lease_is_taken_keeps_none_of_it(
+    tags: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Its files are the first of a conversion: its mark, its heartbeat and itself."""
+    (tags / "out").mkdir()
+    hook = failing("link_new", "*", OSError(errno.ENOSPC, "No space left on device"), after)
+    monkeypatch.setattr(locations, "open_storage", lambda *given: HookedStorage(open_storage(*given), hook))
+    with pytest.raises(CheckpointError, match="No space left") if after < 3 else nullcontext():
+        unshard_checkpoint(tags / "new", tags / "out" / "whole")
+    assert (["whole"] if after == 3 else []) == [path.name for path in (tags / "out").iterdir()]

@@ -14,8 +14,9 @@ from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.storage.base import Version
 from nxd_ckpt.storage.hosts import remote as remote_module
 from nxd_ckpt.storage.hosts import server as server_module
-from nxd_ckpt.storage.hosts.remote import Address, RemoteDirectory
+from nxd_ckpt.storage.hosts.remote import Address, Refused, RemoteDirectory
 from nxd_ckpt.storage.hosts.wire import Channel, address_of
+from nxd_ckpt.storage.system import tell_room
 from tests.hosts.views import SECRET, World
 from tests.protocol.job import until
 
@@ -252,3 +253,11 @@ def test_an_interface_is_an_address_or_a_name() -> None:
     assert ["127.0.0.1", "127.0.0.1", "::1"] == [address_of("lo"), address_of("127.0.0.1"), address_of("::1")]
     with pytest.raises(InvalidArgument, match=r"interface='nxd9'.*lo"):
         address_of("nxd9")
+
+
+def test_a_full_disk_of_another_host_is_not_told_the_room_of_this_one() -> None:
+    """The error as the other host gave it, though this process was to write the bytes."""
+    told = [kind(errno.ENOSPC, "No space left on device") for kind in (OSError, Refused)]
+    for error in told:
+        tell_room(error, "/", 1600)
+    assert [True, False] == ["are free" in str(error) for error in told]

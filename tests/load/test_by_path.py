@@ -547,3 +547,27 @@ def test_a_tag_is_a_checkpoint_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "begun" / "checkpoint").write_text("1")
     paths = ("run", "run/step_3", "run/step_3/", "step_3.tar", "run/step_3/model", "begun", ".", "absent")
     assert [True] * 4 + [False] * 4 == [has_checkpoint(f"{tmp_path}/{path}") for path in paths]
+
+
+class Counting(torch.nn.Module):
+    """A module whose state is no tensor."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_script_s_model_of_extra_state_alone_is_a_model(tmp_path: Path, nested: bool) -> None:
+    """The state dict itself, and beside a step."""
+    state = Counting(3).state_dict()
+    torch.save({"model": state, "step": 7} if nested else state, tmp_path / "model.pt")
+    live = Counting(0)
+    assert ({"step": 7} if nested else None) == load_checkpoint(tmp_path / "model.pt", model=live)
+    assert 3 == live.count

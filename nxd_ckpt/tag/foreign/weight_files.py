@@ -65,7 +65,7 @@ class WeightFiles:
     Attributes:
         places: file of each tensor.
         source: what says so, for errors.
-        strays: other files that look like weights of the model, and are not read.
+        strays: other files of that kind, which are not read. Many models have files of both kinds, which say the same.
     """
 
     places: Mapping[str, str]
@@ -119,7 +119,8 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
         else:
             continue
         used = {*places.values()}
-        similar = (name for name in names if any(_is_of(name, each) for each in _KINDS[:2]))
+        alike = [each for each in _KINDS[:2] if each.single == kind.single]
+        similar = (name for name in names if any(_is_of(name, each) for each in alike))
         strays = tuple(name for name in similar if name not in {*used, kind.index})
         return WeightFiles(places, kind.index if kind.index in names else "the naming of its files", strays)
     others = [
