@@ -21,7 +21,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece, Section
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.hugging_face.mapping import Match, Rule, RuleMember
+from nxd_ckpt.hugging_face.mapping import MappingRule, Match, RuleMember
 from nxd_ckpt.hugging_face.sizes import Sizes
 
 ALL_RANKS = (
@@ -180,7 +180,7 @@ def _lengths(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[int]:
     return [share if length is None else length for length in by_heads]
 
 
-def _places(rule: Rule, lengths: Sequence[int], sizes: Sizes) -> list[list[HeadRun]]:
+def _places(rule: MappingRule, lengths: Sequence[int], sizes: Sizes) -> list[list[HeadRun]]:
     """Return the runs of each member along NxD's dimension."""
     places = []
     start = 0
@@ -212,7 +212,7 @@ def _runs(member: RuleMember, length: int, sizes: Sizes) -> list[HeadRun]:
     return [HeadRun(0, 0, rows)]
 
 
-def _laid_out(rule: Rule, shape: tuple[int, ...], runs: Sequence[HeadRun]) -> tuple[int, ...]:
+def _laid_out(rule: MappingRule, shape: tuple[int, ...], runs: Sequence[HeadRun]) -> tuple[int, ...]:
     """Return the shape of the Hugging Face tensor in NxD's layout."""
     stacked = shape if rule.stacked is None else (1, *shape[1:])
     if rule.dim is None:
@@ -221,7 +221,7 @@ def _laid_out(rule: Rule, shape: tuple[int, ...], runs: Sequence[HeadRun]) -> tu
     return (*stacked[: rule.dim], length, *stacked[rule.dim + 1 :])
 
 
-def _pieces(rule: Rule, laid_out: tuple[int, ...], runs: Sequence[HeadRun]) -> Iterator[Piece]:
+def _pieces(rule: MappingRule, laid_out: tuple[int, ...], runs: Sequence[HeadRun]) -> Iterator[Piece]:
     """Yield the pieces of the first tensor of a stack, or of the only one."""
     whole = Box.whole(laid_out)
     if rule.dim is None:
@@ -231,7 +231,7 @@ def _pieces(rule: Rule, laid_out: tuple[int, ...], runs: Sequence[HeadRun]) -> I
         yield Piece(whole.narrowed(rule.dim, run.hf, run.length), whole.narrowed(rule.dim, run.nxd, run.length))
 
 
-def _in_file(rule: Rule, laid_out: tuple[int, ...]) -> tuple[int, ...]:
+def _in_file(rule: MappingRule, laid_out: tuple[int, ...]) -> tuple[int, ...]:
     shape = laid_out if rule.stacked is None else laid_out[1:]
     return _swapped(shape) if rule.transposed else shape
 

@@ -19,7 +19,7 @@ from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, Topolog
 from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
-from nxd_ckpt.hugging_face.mapping import Match, ModelMapping, Rule
+from nxd_ckpt.hugging_face.mapping import MappingRule, Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import HuggingFaceTensors, UnpackedTensors
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
@@ -83,13 +83,13 @@ def complete(mapping: ModelMapping, selection_: Selection) -> tuple[Match, ...]:
     return selection_.matches
 
 
-def _chosen_rules(mapping: ModelMapping, variants: Collection[str]) -> list[Rule]:
+def _chosen_rules(mapping: ModelMapping, variants: Collection[str]) -> list[MappingRule]:
     """Return one rule for each Hugging Face tensor: the one asked for, otherwise the first without a variant."""
     unknown = set(variants) - {rule.variant for rule in mapping.rules}
     if unknown:
         raise InvalidArgument(f"mapping {mapping.name!r} has no rules for {', '.join(sorted(unknown))}; leave it out")
     taken: set[str] = set()
-    chosen: set[Rule] = set()
+    chosen: set[MappingRule] = set()
     for rule in sorted(mapping.rules, key=lambda rule: rule.variant is None):
         members = {member.name.text for member in rule.members}
         if rule.variant in (None, *variants) and not members & taken:
@@ -104,12 +104,12 @@ def closest(mapping: ModelMapping, name: str) -> list[str]:
     return difflib.get_close_matches(re.sub(r"\b\d+\b", "{layer}", name), dict.fromkeys(texts), n=2)
 
 
-def _unknown(mapping: ModelMapping, rules: Iterable[Rule], names: Collection[str]) -> tuple[str, ...]:
+def _unknown(mapping: ModelMapping, rules: Iterable[MappingRule], names: Collection[str]) -> tuple[str, ...]:
     index = PatternIndex([*(member.name for rule in rules for member in rule.members), *mapping.ignored])
     return tuple(sorted(name for name in names if not any(index.matches(name))))
 
 
-def _matches(rules: Collection[Rule], names: Collection[str], sizes: Sizes) -> Iterator[Match]:
+def _matches(rules: Collection[MappingRule], names: Collection[str], sizes: Sizes) -> Iterator[Match]:
     """Yield matches layer by layer, for adjacent rules with the same placeholders."""
     index = PatternIndex(member.name for rule in rules for member in rule.members)
     matched: dict[Pattern, list[Numbers]] = {}
@@ -122,7 +122,7 @@ def _matches(rules: Collection[Rule], names: Collection[str], sizes: Sizes) -> I
             yield Match(rule.nxd.fill(dict(numbers)), rule, dict(numbers))
 
 
-def _numbers(rule: Rule, matched: Mapping[Pattern, Sequence[Numbers]]) -> set[tuple[tuple[str, int], ...]]:
+def _numbers(rule: MappingRule, matched: Mapping[Pattern, Sequence[Numbers]]) -> set[tuple[tuple[str, int], ...]]:
     """Return the numbers for which the model has at least one tensor of the rule."""
     matches = (numbers for member in rule.members for numbers in matched.get(member.name, ()))
     return {tuple((key, numbers[key]) for key in rule.nxd.placeholders) for numbers in matches}

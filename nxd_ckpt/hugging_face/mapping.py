@@ -48,7 +48,7 @@ class RuleMember:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MappingRule:
     """One NxD tensor, by pattern, and the Hugging Face tensors in it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Match:
     """An NxD tensor, its rule, and the numbers in its name."""
 
     name: str
-    rule: Rule
+    rule: MappingRule
     numbers: Numbers
 
 
@@ -114,7 +114,7 @@ class ModelMapping:
     """
 
     name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[MappingRule, ...]
     model_types: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     ties: bool = False
@@ -270,11 +270,16 @@ class ModelMapping:
         return {}
 
     def refuse_shapes(
-        self, rule: Rule, tensors: Sequence[tuple[str, tuple[int, ...]]], sizes: Sizes, where: str, check: str = ""
+        self,
+        rule: MappingRule,
+        tensors: Sequence[tuple[str, tuple[int, ...]]],
+        sizes: Sizes,
+        where: str,
+        check: str = "",
     ) -> None:
         """Raise ShapeMismatch if a Hugging Face tensor of ``rule`` has another shape than config.json says.
 
-        ``tensors`` are their names and shapes, in the order of `Rule.names`; ``check`` ends the message.
+        ``tensors`` are their names and shapes, in the order of `MappingRule.names`; ``check`` ends the message.
         """
         for number, member in enumerate(rule.members):
             terms = self.shapes.get(member.name.text, ())
@@ -435,7 +440,7 @@ def _base(reader: _Fields, where: str, shipped: Mapping[str, ModelMapping]) -> M
     return replace(base, rules=tuple(rule for rule in base.rules if not rule.nxd.text.startswith(left_out)))
 
 
-def _extended(base: Sequence[Rule], own: Sequence[Rule]) -> tuple[Rule, ...]:
+def _extended(base: Sequence[MappingRule], own: Sequence[MappingRule]) -> tuple[MappingRule, ...]:
     """Return the rules of ``base`` with ``own``, which replace those for the same NxD tensors.
 
     Others come after the last rule with placeholders, so that layers' rules stay together.
@@ -462,7 +467,7 @@ def _kind(document: Any, where: str) -> LayerKind:
     return kind
 
 
-def _rule(document: Any, where: str) -> Rule:
+def _rule(document: Any, where: str) -> MappingRule:
     reader = _Fields(document, where)
     nxd = Pattern(reader.take("nxd", str))
     where = reader.where = f"{where} ({nxd.text})"
@@ -471,7 +476,7 @@ def _rule(document: Any, where: str) -> Rule:
     rows = reader.take("rows", str, None)
     if len(heads) != len(names):
         raise InvalidArgument(f"{where}: heads must have one entry for each of {len(names)} tensors, found {heads}")
-    rule = Rule(
+    rule = MappingRule(
         nxd,
         tuple(RuleMember(Pattern(name), kind, rows) for name, kind in zip(names, heads, strict=True)),
         **reader.some(dim=int, transposed=bool, interleaved=bool, stacked=str, units=str, optional=bool, variant=str),
@@ -481,7 +486,7 @@ def _rule(document: Any, where: str) -> Rule:
     return rule
 
 
-def _check_rule(rule: Rule, where: str) -> None:
+def _check_rule(rule: MappingRule, where: str) -> None:
     if not rule.members:
         raise InvalidArgument(f"{where}: hf names no tensor; list NxD's own tensors under 'ignored'")
     if rule.variant not in (None, *VARIANTS):

@@ -22,7 +22,7 @@ from nxd_ckpt.core.name_patterns import Pattern
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter, without_base_layer
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
-from nxd_ckpt.hugging_face.mapping import Match, ModelMapping, Rule, RuleMember, load_mapping
+from nxd_ckpt.hugging_face.mapping import MappingRule, Match, ModelMapping, RuleMember, load_mapping
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.options.conversion import MappingSpec
 from nxd_ckpt.storage.urls import local_path
@@ -229,11 +229,11 @@ def with_head_of(mapping: ModelMapping, config: Mapping[str, Any], names: Iterab
         return mapping
     outside = sorted(name for name in {*names} if not name.startswith(prefix) and mapping.of_base(name) == name)
     head = [name for name in outside if not mapping.has_tensor(name) and mapping.packed_as(name) is None]
-    own = [Rule(Pattern(name), (RuleMember(Pattern(name)),)) for name in head]
+    own = [MappingRule(Pattern(name), (RuleMember(Pattern(name)),)) for name in head]
     return replace(mapping, rules=(*(_optional_outside(rule, prefix) for rule in mapping.rules), *own))
 
 
-def _optional_outside(rule: Rule, prefix: str) -> Rule:
+def _optional_outside(rule: MappingRule, prefix: str) -> MappingRule:
     inside = all(member.name.text.startswith(prefix) for member in rule.members)
     return rule if inside else replace(rule, optional=True)
 
@@ -330,7 +330,7 @@ def adapter_mapping(base: ModelMapping, settings: Mapping[str, Any]) -> AdapterM
     return AdapterMapping(base.name, tuple(rules.values()), keys=base.keys, shapes=shapes, base=base, settings=settings)
 
 
-def _rules_of(rule: Rule) -> Iterator[Rule]:
+def _rules_of(rule: MappingRule) -> Iterator[MappingRule]:
     """Yield the rules of A and B for a linear layer's weight; none for other rules."""
     layer, separator, which = rule.nxd.text.rpartition(_WEIGHT)
     if not separator or rule.stacked is not None or rule.transposed:
@@ -350,6 +350,6 @@ def _rules_of(rule: Rule) -> Iterator[Rule]:
             yield replace(whole, members=(RuleMember(member.name),), dim=None, interleaved=False)
 
 
-def _renamed(rule: Rule, nxd: str, name: Any) -> Rule:
+def _renamed(rule: MappingRule, nxd: str, name: Any) -> MappingRule:
     members = tuple(replace(member, name=Pattern(name(member.name.text))) for member in rule.members)
     return replace(rule, nxd=Pattern(nxd), members=members)

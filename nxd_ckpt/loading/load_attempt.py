@@ -49,7 +49,7 @@ from nxd_ckpt.loading.parts import (
     with_scheduled_rates,
 )
 from nxd_ckpt.loading.proof import Proof
-from nxd_ckpt.loading.replicas import SharedReads, delivery_of, open_shared_reads
+from nxd_ckpt.loading.shared_reads import SharedReads, delivery_of, open_shared_reads
 from nxd_ckpt.loading.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.loading.trees import LoadTrees
 from nxd_ckpt.options.execution import SavedNames

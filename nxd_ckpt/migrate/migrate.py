@@ -26,7 +26,7 @@ from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_si
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.hugging_face.torchtitan_names import TorchTitanNames
 from nxd_ckpt.loading.load_attempt import RenamedTag
-from nxd_ckpt.migrate.source import find_origin
+from nxd_ckpt.migrate.origin import find_origin
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import locate_apart, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config

@@ -17,7 +17,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.mesh import Layout, Mesh, Placed, Shard
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, ReplicaLost
 from nxd_ckpt.formats.tensors import Assembly, Fragment, StorageSpan, TensorStub
-from nxd_ckpt.loading.replicas import WORTH_IT, Broadcast, open_shared_reads
+from nxd_ckpt.loading.shared_reads import WORTH_IT, Broadcast, open_shared_reads
 from nxd_ckpt.loading.shares import ReplicaShares, agree_on_shares
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
@@ -301,7 +301,7 @@ def test_who_does_not_say_shares_what_comes_from_a_store(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nbytes: int, shared: bool
 ) -> None:
     """If it is much; on a file system each reads for itself."""
-    monkeypatch.setattr("nxd_ckpt.loading.replicas._JOINING", 300.0)  # a busy machine is not in a hurry
+    monkeypatch.setattr("nxd_ckpt.loading.shared_reads._JOINING", 300.0)  # a busy machine is not in a hurry
     assert [shared] * 3 == opened([None] * 3, nbytes=nbytes)
     assert [False] * 3 == opened([None] * 3, LocalStorage(tmp_path), nbytes)
 
