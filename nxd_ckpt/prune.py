@@ -23,7 +23,7 @@ from nxd_ckpt.options.execution import PruneOptions
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
 from nxd_ckpt.tag.choosing import choose_tag, name_of, settled_tags
-from nxd_ckpt.tag.directory import require_directory, surveyed
+from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.verify import Reading, lost_files, read_whole
 
@@ -194,7 +194,7 @@ class _Judge:
 
         Raises InvalidArgument for a rule by a metric that no tag has, and if no pinned tag is whole.
         """
-        storage = surveyed(self._storage)
+        storage = self._storage
         rules = self._rules
         looks = self._damage_of, self._damage_of_newest
         if rules is None:
@@ -211,12 +211,11 @@ class _Judge:
             raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")
         return judged
 
-    def _changed(self, now: Storage, tag: str) -> str | None:
-        """Read the tag in the storage itself: a survey does not show that it was replaced meanwhile."""
+    def _changed(self, storage: Storage, tag: str) -> str | None:
         reading = self._reading(tag)
         if reading is None:
-            fingerprint = Identity(self._storage, tag).fingerprint
-            reading = read_whole(self._storage, tag, self._progress)
+            fingerprint = Identity(storage, tag).fingerprint
+            reading = read_whole(storage, tag, self._progress)
             self._read[tag] = fingerprint, reading
         return reading.damage
 

@@ -34,12 +34,12 @@ from nxd_ckpt.core.manifest import (
 )
 from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.retention_rules import Metrics, Rule
-from nxd_ckpt.core.tags import TagInfo, next_order_time, order_text, seconds_until_after
+from nxd_ckpt.core.tags import TagInfo, next_order_time, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.directory import SurveyedStorage, list_tags, surveyed
+from nxd_ckpt.tag.directory import find_tag, list_tags
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 
 logger = logging.getLogger("nxd_ckpt")
@@ -93,7 +93,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     """
     storage = session.storage
     publication = request.publication
-    _, now = answers_of(storage, session.require, partial(surveyed, storage))
+    _, tags = answers_of(storage, session.require, partial(list_tags, storage))
     leader_of = None
     if request.groups is not None:
         leader_of = {rank: group.ranks[0] for group in request.groups for rank in group.ranks}
@@ -111,8 +111,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
         parameters.update(by_rank[rank])
     parameters.update(_unknown_where_replicas_differ(index_of, topology, votes, parameters))
     lines = tuple(vote.index or FileEntry(0, 0) for vote in votes)
-    session.listed = {info.tag: info for info in list_tags(now)}
-    order_time = _order_time(session, 0.0 if request.draining is None else request.draining.newest)
+    order_time = _order_time(storage, tags, 0.0 if request.draining is None else request.draining.newest)
     manifest = Manifest(
         tag=publication.tag,
         attempt=publication.attempt,
@@ -134,16 +133,16 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     publication.publish(session, order_time, indexes, {names.MANIFEST: dump_manifest(manifest)})
     if request.rules is not None:
         unread = () if request.draining is None else request.draining.unread
-        retain(session, publication, request.rules, unread, _with_new(session, publication.tag, order_time, now))
+        # A file system is listed again: in a store that takes two requests for each tag.
+        retain(session, publication, request.rules, unread, None if storage.renames else tags)
 
 
-def _order_time(session: Session, elsewhere: float) -> float:
+def _order_time(storage: Storage, tags: Sequence[TagInfo], elsewhere: float) -> float:
     """Return an order time after that of every tag, including ``elsewhere``, the newest on other tiers.
 
     Other programs' next tags are dated by the clock. So order times do not run ahead of it, and the commit waits for a
     clock that is a little behind. It also waits until the second is over that dates another program's tag.
     """
-    tags = session.listed.values()
     now = effects.time()
     newest = max([elsewhere, *(info.order_time for info in tags)])
     end = max([elsewhere, *(info.latest_time for info in tags)])
@@ -155,7 +154,7 @@ def _order_time(session: Session, elsewhere: float) -> float:
         logger.warning(
             "%s: the newest tag is dated %.0f s after this host's clock. This save is dated after it; a tag that "
             "another program saves before that time counts as older. Correct the clock",
-            session.storage.url,
+            storage.url,
             ahead,
         )
     elif (seconds := seconds_until_after(end, now)) > 0:
@@ -300,37 +299,23 @@ def _read_index(storage: Storage, folder: str, topology: Topology, rank: int) ->
     return storage.read(key), f"{storage.url}/{key}"
 
 
-def _with_new(session: Session, tag: str, order_time: float, now: Storage) -> Storage | None:
-    """Add the published tag to those that the survey ``now`` of a store showed. None for a file system: look again."""
-    if not isinstance(now, SurveyedStorage):
-        return None
-    now.forget(tag)
-    recorded = float(order_text(order_time))
-    session.listed = {**session.listed, tag: TagInfo(tag, recorded, complete=True, ours=True, marked=recorded)}
-    return now
-
-
 def retain(
     session: Session,
     publication: Publication,
     rules: Sequence[Rule],
     unread: Collection[str] = (),
-    now: Storage | None = None,
+    before: Sequence[TagInfo] | None = None,
 ) -> None:
     """Make surplus tags invisible, except ``unread`` ones. Never fails the save: the new tag is already safe.
 
-    ``now`` is a survey, if there is one, of the tags that the session has listed.
+    ``before`` are the tags that were there before it, if that is known.
     """
     storage = session.storage
     try:
-        if now is None:
-            now = surveyed(storage)
-            session.listed = {info.tag: info for info in list_tags(now)}
-        tags = session.listed
         new = publication.tag
-        judged = {**session.ours, **({new: tags[new]} if new in tags else {})}  # nobody need read what was just written
-        judgement = judge_tags(now, tags.values(), rules, whole=[new], judged=judged)
-        session.ours = {info.tag: info for info in judgement.ours}
+        there = list_tags(storage) if before is None else [*before, find_tag(storage, new)]
+        tags = {info.tag: info for info in there if info is not None}
+        judgement = judge_tags(storage, tags.values(), rules, whole=[new])
         for sentence in judgement.unknown_metrics:
             logger.warning("%s: this retention rule removes nothing. %s", storage.url, sentence)
         for sentence in judgement.damaged.values():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from nxd_ckpt.commit.publication import Publication, publication_of
@@ -42,14 +41,12 @@ DamageOf: TypeAlias = Callable[[Storage, str], str | None]
 class Judgement(NamedTuple):
     """Tags to keep and to remove, and a sentence for each rule that removes nothing because no tag has its metric.
 
-    ``damaged`` has a sentence for each of the kept tags that does not count, because it lost files. ``ours`` are the
-    tags of this package and NxD.
+    ``damaged`` has a sentence for each of the kept tags that does not count, because it lost files.
     """
 
     retention: Retention
     unknown_metrics: Sequence[str]
     damaged: Mapping[str, str]
-    ours: Sequence[TagInfo] = ()
 
 
 def judge_tags(
@@ -59,7 +56,6 @@ def judge_tags(
     damage_of: DamageOf = lost_names,
     whole: Collection[str] = (),
     damage_of_newest: DamageOf | None = None,
-    judged: Mapping[str, TagInfo] = MappingProxyType({}),
     asks_of_all: bool = False,
 ) -> Judgement:
     """Decide which of ``tags``, all tags of the directory, stay.
@@ -70,12 +66,11 @@ def judge_tags(
     that this version cannot read is not counted either, and never removed. With
     ``asks_of_all`` it is asked also about tags that stay for other reasons, such as a pin, if any tag may go. Tags that
     are known to be ``whole`` are not asked about. Before any tag may go, ``damage_of_newest`` is asked about those to
-    resume from: the newest tag, the newest with a model, and the newest with an optimizer. ``judged`` were ``ours``
-    in an earlier judgement: of these only tags that count, or may go, are looked at again.
+    resume from: the newest tag, the newest with a model, and the newest with an optimizer.
 
     Raises OSError or CheckpointError if this cannot be decided.
     """
-    ours = _ours(storage, tags, judged)
+    ours = _ours(storage, tags)
     # Only for a rule by metric: reading a manifest of many parameters takes its time.
     measured = ours if any(isinstance(rule, Best) for rule in rules) else []
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
@@ -102,10 +97,9 @@ def judge_tags(
     reasons = {**retention.kept, **{tag: (f"damaged, and not counted: {why}",) for tag, why in damaged.items()}}
     reasons |= {tag: (f"not counted: {why}",) for tag, why in unreadable.items()}
     kept = {info.tag: reasons[info.tag] for info in in_order(ours) if info.tag in reasons}
-    surplus = tuple(tag for tag in retention.surplus if tag not in unreadable)
-    if judged:
-        surplus = tuple(tag for tag in surplus if is_checkpoint_of_ours_or_nxd(storage, tag))
-    return Judgement(replace(retention, kept=kept, surplus=surplus), unknown_metrics(rules, metrics), damaged, ours)
+    going = (tag for tag in retention.surplus if tag not in unreadable)
+    surplus = tuple(tag for tag in going if is_checkpoint_of_ours_or_nxd(storage, tag))
+    return Judgement(replace(retention, kept=kept, surplus=surplus), unknown_metrics(rules, metrics), damaged)
 
 
 def _damage(storage: Storage, tags: Iterable[str], damage_of: DamageOf, unreadable: dict[str, str]) -> dict[str, str]:
@@ -135,7 +129,7 @@ def judge_pinned(
     pins = pinned(storage)
     unreadable = _unreadable(storage, (tag for tag in ours if tag not in pins))
     kept = {tag: ("pinned",) if tag in pins else (unreadable[tag],) for tag in ours if tag in {*pins, *unreadable}}
-    surplus = tuple(tag for tag in ours if tag not in kept)
+    surplus = tuple(tag for tag in ours if tag not in kept and is_checkpoint_of_ours_or_nxd(storage, tag))
     damaged = _damage(storage, (tag for tag in kept if tag in pins), damage_of, unreadable)
     if surplus and damage_of_newest is not None:
         for tag in reversed(kept):
@@ -160,16 +154,13 @@ def _unreadable(storage: Storage, tags: Iterable[str]) -> dict[str, str]:
     return unreadable
 
 
-def _ours(
-    storage: Storage, tags: Iterable[TagInfo], judged: Mapping[str, TagInfo] = MappingProxyType({})
-) -> list[TagInfo]:
-    """Return the complete tags of this package and NxD. A listing has the very objects of an earlier one."""
-
-    def is_ours(info: TagInfo) -> bool:
-        return judged.get(info.tag) is info or is_checkpoint_of_ours_or_nxd(storage, info.tag)
-
+def _ours(storage: Storage, tags: Iterable[TagInfo]) -> list[TagInfo]:
+    """Return the complete tags of this package and NxD, ours as their markers say: what may go is looked at again."""
     complete = [info for info in tags if info.complete]
-    return list(compress(complete, in_parallel(storage, complete, is_ours)))
+    is_ours = in_parallel(
+        storage, complete, lambda info: info.ours or is_checkpoint_of_ours_or_nxd(storage, info.tag)
+    )
+    return list(compress(complete, is_ours))
 
 
 def _decide(

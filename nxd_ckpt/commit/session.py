@@ -9,7 +9,7 @@ import os
 import re
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,6 @@ from nxd_ckpt.coordination.peers import News, new_channel
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.names import HIDDEN
-from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.errors import (
@@ -169,10 +168,6 @@ class Session:
     """The tag of the last save of this run that became visible."""
     resumed_from: str | None = None
     """The tag that this run has loaded since then: the next save follows it, whatever newer ones there are."""
-    listed: Mapping[str, TagInfo] = field(default_factory=dict)
-    """The directory's tags by name, as the last commit found them: the next one reads less of each."""
-    ours: Mapping[str, TagInfo] = field(default_factory=dict)
-    """Tags of this package and NxD, by name, when retention last looked: the next look asks less about each."""
     surplus: deque[str] = field(default_factory=deque)
     """Tags to remove behind the saves in flight, see `commit.retention.remove_surplus`."""
     warned_of_steps: bool = False

@@ -108,14 +108,6 @@ class Version(NamedTuple):
     mark: str
 
 
-class ListedFile(NamedTuple):
-    """A file as a listing shows it: bytes, a mark that no other content of the key has, and the time of the change."""
-
-    nbytes: int
-    mark: str
-    time: float
-
-
 class Storage(ABC):
     """Bytes by key; see the module's contract. All sizes and offsets are bytes, all times seconds since the epoch.
 
@@ -141,9 +133,6 @@ class Storage(ABC):
 
     duplicates: bool = False
     """True if `duplicate` can make a second file of one."""
-
-    surveys: bool = False
-    """True if `survey` lists many directories in one request."""
 
     @abstractmethod
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
@@ -177,18 +166,6 @@ class Storage(ABC):
     @abstractmethod
     def list(self, key: str = "") -> list[DirEntry]:
         """Return the names directly below the directory ``key``, sorted; an absent directory is empty."""
-
-    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
-        """Return the names directly in each of these directories of the root, with None for a directory.
-
-        Of names further below, the store may show only the part up to ``delimiter``, once. Directories of which this
-        would take many requests are left out, and so are all if the store cannot do it.
-        """
-        return {}
-
-    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
-        """Return all of a file that a survey showed; raise FileNotFoundError if the key has another one by now."""
-        return self.read(key, limit)
 
     @abstractmethod
     def write(self, key: str, data: bytes) -> None:

@@ -4,21 +4,18 @@ A tag is complete if it holds ``done`` (NxD 0.7 and newer, and ours). `nxd_ckpt.
 NxD 0.6 has no marker: there a tag is complete if the file ``newest`` lists it and no rank's file is missing,
 because ``newest`` is written before the data. The layouts of 0.1 to 0.5 have no tags: the directory itself
 is the checkpoint, listed as the tag ``""`` (``NO_TAG``), older than any other.
-
-Listing tags, and judging which of them stay, asks of each what it holds: several requests of some 30 ms to a store. A
-survey of the store lists a hundred tags in one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nxd_ckpt.coordination.guests import entries_of, guests_of
 from nxd_ckpt.core.document import known_by_name
-from nxd_ckpt.core.limits import DOCUMENT, NOTE
+from nxd_ckpt.core.limits import NOTE
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import (
     DONE,
@@ -38,103 +35,15 @@ from nxd_ckpt.core.names import (
 from nxd_ckpt.core.suggestions import closest, first_of
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
-from nxd_ckpt.storage.base import DirEntry, ListedFile, Storage
+from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
-from nxd_ckpt.storage.wrapper import StorageWrapper
 from nxd_ckpt.tag.foreign import legacy, nemo
 from nxd_ckpt.tag.foreign.other_kinds import described, described_below
 from nxd_ckpt.tag.identity import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
 
 logger = logging.getLogger("nxd_ckpt")
-
-_TOGETHER = 124
-"""Directories of one survey: with eight entries each, and one of the next, they fill a request."""
-
-_RANKS = "/dp_rank_"
-"""Beginning of the names of ranks' files, which may be thousands: a survey shows only that there are some."""
-
-
-def surveyed(storage: Storage) -> Storage:
-    """Return the storage as it is now, for reading many of its tags once; itself, if it offers no surveys.
-
-    A file that is replaced later counts as missing. What is asked of directories below those of the root is asked of
-    the storage itself.
-    """
-    if storage.renames or not storage.surveys:
-        return storage
-    top = storage.list()
-    folders = [entry.name for entry in top if entry.is_dir and entry.name[0] != "."]
-    firsts = range(0, len(folders), _TOGETHER)
-
-    def survey(first: int) -> Mapping[str, Mapping[str, ListedFile | None]]:
-        return storage.survey(folders[first : first + _TOGETHER], _RANKS)
-
-    content = {folder: names for part in in_parallel(storage, firsts, survey) for folder, names in part.items()}
-    return SurveyedStorage(storage, top, content)
-
-
-class SurveyedStorage(StorageWrapper):
-    """A store of which the directories in ``content`` were surveyed, with what the survey showed of each."""
-
-    def __init__(
-        self, inner: Storage, top: Sequence[DirEntry], content: Mapping[str, Mapping[str, ListedFile | None]]
-    ) -> None:
-        super().__init__(inner)
-        self._top = top
-        self._content = dict(content)
-
-    def forget(self, folder: str) -> None:
-        """Ask the store itself about this directory, which has changed."""
-        self._content.pop(folder, None)
-
-    def list(self, key: str = "") -> list[DirEntry]:
-        if not key:
-            return list(self._top)
-        names = self._content.get(key)
-        if names is not None:
-            return sorted(DirEntry(name, file is None) for name, file in names.items())
-        folder, _, name = key.rpartition("/")
-        return self.inner.list(key) if name in self._content.get(folder, (name,)) else []
-
-    def is_file(self, key: str) -> bool:
-        folder, _, name = key.rpartition("/")
-        names = self._content.get(folder)
-        return self.inner.is_file(key) if names is None else names.get(name) is not None
-
-    def is_dir(self, key: str) -> bool:
-        folder, _, name = key.rpartition("/")
-        if key in self._content:
-            return bool(self._content[key])
-        names = self._content.get(folder)
-        return self.inner.is_dir(key) if names is None else name in names and names[name] is None
-
-    def size(self, key: str) -> int:
-        file = self._file(key)
-        return self.inner.size(key) if file is None else file.nbytes
-
-    def time(self, key: str) -> float:
-        file = self._file(key)
-        return self.inner.time(key) if file is None else file.time
-
-    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
-        file = self._file(key)
-        if file is None:
-            return self.inner.read(key, limit)
-        return self.inner.read_listed(key, file.mark, limit)
-
-    def _file(self, key: str) -> ListedFile | None:
-        """Return the file as it was listed; None if it is unknown. Raises FileNotFoundError if there was none."""
-        folder, _, name = key.rpartition("/")
-        names = self._content.get(folder)
-        if names is None:
-            return None
-        file = names.get(name)
-        if file is None:
-            raise FileNotFoundError(f"{self.url}/{key} does not exist")
-        return file
-
 
 NO_TAG = ""
 _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
@@ -206,7 +115,7 @@ def list_tags(storage: Storage) -> list[TagInfo]:
     Hidden names and other directories are skipped, and so are links to a tag that is listed, such as ``latest``: they
     would count as one more. A damaged tag never hides the others.
     """
-    tags = list(_tags(surveyed(storage)))
+    tags = list(_tags(storage))
     alike = Counter(info.marked for info in tags)
     # Only what has another's time may be a link to it: of nearly all tags nothing more is asked.
     links = {info.tag for info in tags if alike[info.marked] > 1 and info.tag and storage.is_link(info.tag)}

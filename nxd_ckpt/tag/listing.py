@@ -39,7 +39,6 @@ from nxd_ckpt.tag.directory import (
     holds_tags,
     is_tag,
     require_directory,
-    surveyed,
 )
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.foreign import legacy
@@ -167,12 +166,8 @@ def directory_document(path: str, options: Options = None, *, only_look: bool = 
         CheckpointNotFound: no such directory, or ``path`` is itself a tag.
     """
     storage = _open(path, options)
-
-    def look() -> dict[str, Any]:
-        now = surveyed(storage)
-        return _listing(now, path, options, partial(_described, storage, now), only_look=only_look)
-
-    return of_latest(True, look)
+    describe = partial(_describe_tag, storage)
+    return of_latest(True, lambda: _listing(storage, path, options, describe, only_look=only_look))
 
 
 def opened_document(path: str, only: str | None, options: Options) -> tuple[dict[str, Any], dict[str, OpenTag]]:
@@ -243,14 +238,6 @@ def _open(path: str, options: Options) -> Storage:
     storage = open_storage(path, storage_options=options)
     require_directory(storage)
     return storage
-
-
-def _described(storage: Storage, now: Storage, info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
-    """Describe a tag as a survey, ``now``, shows it; with problems, as it is, in case that it was replaced since."""
-    document = _describe_tag(now, info, newest)
-    if document["problems"] and now is not storage:
-        return _describe_tag(storage, info, newest)
-    return document
 
 
 def _describe_tag(

@@ -117,29 +117,6 @@ class StorageContract:
         assert not duplicated(version, "third")
         assert [False, b"x"] == [storage.is_file("third"), storage.read("taken")]
 
-    def test_a_survey_shows_what_directories_hold(self, storage: Storage) -> None:
-        """Names, sizes and times as they are; a file is read only while it is the one that was listed."""
-        if not storage.surveys:
-            pytest.skip("it lists one directory at a time")
-        for key in ("a/done", "a/model/dp_rank_00", "a/model/dp_rank_01", "a-b/done", "c/x", "c.d/y", "e/dp_rank_0/z"):
-            storage.write(key, key.encode())
-        folders = ["a", "a-b", "absent", "c", "e"]
-        there = {"a": {"done", "model"}, "a-b": {"done"}, "absent": set(), "c": {"x"}, "e": {"dp_rank_0"}}
-        shown = storage.survey(folders, "/dp_rank_")
-        assert {folder: there[folder] for folder in shown} == {folder: set(names) for folder, names in shown.items()}
-        if "a" not in shown:
-            pytest.skip("it would take too many requests")
-        assert shown["a"]["model"] is None
-        done = shown["a"]["done"]
-        assert done is not None
-        assert (6, storage.time("a/done")) == (done.nbytes, done.time)
-        assert b"a/done" == storage.read_listed("a/done", done.mark)
-        with pytest.raises(MalformedFile):
-            storage.read_listed("a/done", done.mark, limit=5)
-        storage.write("a/done", b"other!")
-        with pytest.raises(FileNotFoundError, match="done"):
-            storage.read_listed("a/done", done.mark)
-
     @pytest.mark.parametrize("nbytes", [10, len(LARGE)])
     @pytest.mark.parametrize("missing", [1, -1])
     def test_a_file_of_the_wrong_length_is_refused(self, storage: Storage, nbytes: int, missing: int) -> None:

@@ -17,12 +17,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from hashlib import sha1
 from typing import NamedTuple, TypeVar
 
 from nxd_ckpt.core.limits import DOCUMENT
 from nxd_ckpt.core.manifest import CRC_BLOCK
-from nxd_ckpt.storage.base import DirEntry, ListedFile, MemoryReader, Reader, Storage, Version, Writer, checked_length
+from nxd_ckpt.storage.base import DirEntry, MemoryReader, Reader, Storage, Version, Writer, checked_length
 from nxd_ckpt.storage.wrapper import StorageWrapper
 
 
@@ -48,7 +47,7 @@ class MemoryStorage(Storage):
     set.
     """
 
-    duplicates = surveys = True
+    duplicates = True
 
     def __init__(self, name: str | None = None, renames: bool = False) -> None:
         self.name: str = name if name is not None else uuid.uuid4().hex[:12]
@@ -96,24 +95,6 @@ class MemoryStorage(Storage):
             made = {name[len(prefix) :].partition("/")[0] for name in self._store.folders if name.startswith(prefix)}
         entries = {DirEntry(name, bool(slash)) for name, slash, _ in files}
         return sorted(entries | {DirEntry(name, True) for name in made})
-
-    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
-        with self._store.lock:
-            names = {folder: {entry.name: entry.is_dir for entry in self.list(folder)} for folder in folders}
-            return {
-                folder: {name: None if is_dir else self._listed(f"{folder}/{name}") for name, is_dir in there.items()}
-                for folder, there in names.items()
-            }
-
-    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
-        with self._store.lock:
-            if self._listed(key).mark != mark:
-                raise FileNotFoundError(f"{self.url}/{key} was replaced since it was listed")
-            return self.read(key, limit)
-
-    def _listed(self, key: str) -> ListedFile:
-        data, written = self._file(key)
-        return ListedFile(len(data), sha1(data).hexdigest(), written)
 
     def write(self, key: str, data: bytes) -> None:
         with self._store.lock:

@@ -6,19 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
 
 from nxd_ckpt import Checkpointer
 from nxd_ckpt.storage.base import DirEntry, Storage
-from nxd_ckpt.tag.directory import list_tags, surveyed
+from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.testing.contract import StorageContract
 from tests.simulation.job import Save, among, checkpointer, loaded, run_to_end, state
 from tests.simulation.stage import Stage
 from tests.simulation.world import EPOCH, Process, World, inhabited
-from tests.simulation.world.store import ObjectStore, Refused, Reply
+from tests.simulation.world.store import ObjectStore, Reply
 from tests.simulation.world.store_client import ConnectionLost, store_storage
 
 
@@ -102,7 +101,7 @@ def test_a_listing_of_several_pages_holds_what_comes_meanwhile_or_does_not() -> 
     assert [DirEntry(name, False) for name in ("m", "n", "z")] == store_storage(store, network).list()
 
 
-def test_a_load_makes_few_requests_and_a_listing_one_for_each_tag() -> None:
+def test_a_load_makes_few_requests_and_a_listing_two_for_each_tag() -> None:
     """Each request takes tens of milliseconds."""
     network = Losing("", 0, happens=True)
     storage = store_storage(ObjectStore(), network)
@@ -114,7 +113,7 @@ def test_a_load_makes_few_requests_and_a_listing_one_for_each_tag() -> None:
     assert len(network.requests) <= 8, network.requests
     network.requests.clear()
     assert len(list_tags(storage)) == 5
-    assert sorted(network.requests) == ["get_object"] * 5 + ["list_objects_v2"] * 2
+    assert sorted(network.requests) == ["get_object"] * 5 + ["list_objects_v2"] * 6
 
 
 def test_retention_makes_few_requests_for_a_tag() -> None:
@@ -129,8 +128,8 @@ def test_retention_makes_few_requests_for_a_tag() -> None:
                 saver.save(f"step_{value}", state(value, 0, 1))
                 made.append(len(network.requests))
         counts.append(median(made[kept:]))  # a thread may make the last requests of a save during the next one
-    assert counts[0] <= 60
-    assert counts[1] - counts[0] <= 3 * 6, counts
+    assert counts[0] <= 66
+    assert counts[1] - counts[0] <= 3 * 8, counts
 
 
 class CountedStage(Stage):
@@ -165,64 +164,8 @@ def test_the_requests_of_a_rank_do_not_depend_on_how_many_ranks_there_are() -> N
         first, *others = (stage.requests[process.pid] for process in stage.jobs[0].processes)
         assert others == [1 + 3 * 6] * (ranks - 1)
         made.append(first)
-    assert made[0] <= 120
+    assert made[0] <= 126
     assert made[1] - made[0] == 3 * 6
-
-
-class Shards(ObjectStore):
-    """It lists the names of one shard after the other, each in order."""
-
-    def list_objects_v2(self, *, ContinuationToken: str = "0", **given: Any) -> Reply:
-        everything = super().list_objects_v2(**{**given, "MaxKeys": 1000})
-        shard, shards = int(ContinuationToken), 5
-        more = {"IsTruncated": True, "NextContinuationToken": str(shard + 1)} if shard + 1 < shards else {}
-        return {**{part: items[shards - 1 - shard :: shards] for part, items in everything.items()}, **more}
-
-
-@pytest.mark.parametrize(
-    ("store", "listed"),
-    [
-        (ObjectStore(), Refused(501, "NotImplemented")),
-        (ObjectStore(), Refused(400, "InvalidArgument")),
-        (ObjectStore(page=2), {}),
-        (Shards(), {}),
-        (ObjectStore(), {"ETag": None}),
-        (ObjectStore(), {"LastModified": None}),
-        (ObjectStore(), {"ETag": "of the listing"}),
-    ],
-)
-def test_a_store_that_cannot_list_several_directories_together_shows_the_same(
-    store: ObjectStore, listed: Refused | dict[str, str | None]
-) -> None:
-    """It refuses the request, takes several for it, or lists too little, or out of order; each is asked for then."""
-    saving = store_storage(store)
-    with checkpointer(saving, 0, 1, None) as saver:
-        for value in range(2):
-            saver.save(f"step_{value}", state(value, 0, 1))
-    surveys = 0
-
-    def network(name: str, key: str, happen: Callable[[], Reply]) -> Reply:
-        nonlocal surveys
-        reply = happen()
-        is_survey = any(item["Prefix"].endswith("dp_rank_") for item in reply.get("CommonPrefixes", ()))
-        surveys += is_survey
-        if isinstance(listed, Refused):
-            if is_survey:
-                raise listed
-            return reply
-        for item in reply.get("Contents", ()):
-            item.update(listed)
-            for field in [field for field, value in item.items() if value is None]:
-                del item[field]
-        return reply
-
-    tags, storage = list_tags(store_storage(store)), store_storage(store, network)
-    assert tags == list_tags(storage)
-    assert [True, True] == [info.complete for info in tags]
-    assert 1 <= surveys <= 3
-    before = surveys
-    assert tags == list_tags(storage)
-    assert surveys == before or "of the listing" not in repr(listed)
 
 
 def test_tags_of_others_are_removed_where_listings_have_finer_times_than_a_head() -> None:
@@ -233,7 +176,6 @@ def test_tags_of_others_are_removed_where_listings_have_finer_times_than_a_head(
         storage.write(f"step_{value}/model/dp_rank_00_tp_rank_00_pp_rank_00.pt", model.getvalue())
         for name in ("checkpoint", "done"):
             storage.write(f"step_{value}/{name}", b"1")
-    assert surveyed(storage).time("step_0/done") == storage.time("step_0/done")
     with Checkpointer("simulated", storage=storage, num_kept_ckpts=2) as saver:
         saver.save("step_3", state(3, 0, 1))
     assert ["step_2", "step_3"] == [info.tag for info in list_tags(storage)]

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
-from itertools import islice
 from typing import Any
 
 from nxd_ckpt import effects
@@ -23,7 +22,6 @@ from nxd_ckpt.storage.base import (
     HOLE,
     ByteRun,
     DirEntry,
-    ListedFile,
     Range,
     Reader,
     Storage,
@@ -48,14 +46,13 @@ class Replaced(OSError):
     """The object was replaced since it was opened."""
 
 
-def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT, **condition: str) -> tuple[bytes, str]:
+def read_object(bucket: Bucket, key: str, limit: int = DOCUMENT) -> tuple[bytes, str]:
     """Return all of an object, and its ETag; the newer one if it was replaced meanwhile. Raises as Storage.read does.
 
-    It takes one request, whose reply has the length before any of it is read. Raises ConditionFailed unless
-    ``condition`` holds.
+    It takes one request, whose reply has the length before any of it is read.
     """
     for tries in range(_TRIES):
-        reply = bucket.call("get_object", key, Key=bucket.full(key), **condition)
+        reply = bucket.call("get_object", key, Key=bucket.full(key))
         try:
             with closing(reply["Body"]) as body:
                 reader = S3Reader(bucket, key, reply)
@@ -177,10 +174,6 @@ def _memories(run: ByteRun, begin: int, block: int) -> Iterator[memoryview]:
             buffer = buffer[block:]
 
 
-_PAGE, _ENTRIES, _PAGES = 1000, 8, 3
-"""Maximum of entries that one request lists; entries of most tags; pages after which a survey gives up."""
-_LAST = "\U0010ffff"
-"""A text that is sorted after every key."""
 _BATCH = 1000
 """Maximum number of keys that one request deletes."""
 _GONE = {"NoSuchKey", "PreconditionFailed"}
@@ -205,12 +198,11 @@ class S3Storage(Storage):
 
     concurrency = 16
     read_nbytes = 16 * 2**20
-    duplicates = surveys = True
+    duplicates = True
 
     def __init__(self, bucket: Bucket) -> None:
         self.url: str = bucket.url
         self._bucket = bucket
-        self._lists_etags = True
 
     def read(self, key: str, limit: int = DOCUMENT) -> bytes:
         return read_object(self._bucket, key, limit)[0]
@@ -250,56 +242,6 @@ class S3Storage(Storage):
             entries += [DirEntry(name, False) for name in files if name]
             entries += [DirEntry(name, True) for name in folders if name]
         return sorted(entries)
-
-    def survey(self, folders: Sequence[str], delimiter: str) -> dict[str, dict[str, ListedFile | None]]:
-        if not self._lists_etags:
-            return {}
-        root = self._bucket.below("")
-        content = {below: dict[str, ListedFile | None]() for below in sorted(f"{root}{folder}/" for folder in folders)}
-        first = min(content)
-        final = max(content)
-        last = ""
-        size = min(_PAGE, _ENTRIES * len(content) + 1)  # the next directory shows that the last one is whole
-        pages = self._bucket.pages("", StartAfter=first, Delimiter=delimiter, MaxKeys=size)
-        try:
-            for page in islice(pages, _PAGES):
-                files = {item["Key"]: _listed(item) for item in page.get("Contents", ())}
-                cut = {item["Prefix"]: None for item in page.get("CommonPrefixes", ())}
-                if list(files) != sorted(files) or min([*files, *cut], default=_LAST) <= last:  # some have no order
-                    return {}
-                for key, file in (files | cut).items():
-                    folder, _, below = key[len(root) :].partition("/")
-                    name, is_dir, _ = below.partition("/")
-                    if file is None and not is_dir:  # cut within the name
-                        content.pop(f"{root}{folder}/", None)
-                    elif name and (there := content.get(f"{root}{folder}/")) is not None:
-                        there[name] = None if is_dir else file
-                last = max([*files, *cut], default=last) if page.get("IsTruncated") else _LAST
-                if last > final and not last.startswith(final):
-                    break
-        except ConnectionError:
-            raise
-        # Such as for a delimiter that the store does not know, or a policy does not allow; or it lists no ETag or time.
-        except (KeyError, OSError) as error:
-            logger.debug("%s: directories are listed one by one: %s", self.url, error)
-            return {}
-        return {
-            below[len(root) : -1]: names
-            for below, names in content.items()
-            if last > below and not last.startswith(below)
-        }
-
-    def read_listed(self, key: str, mark: str, limit: int = DOCUMENT) -> bytes:
-        if self._lists_etags:
-            with suppress(ConditionFailed, Replaced):
-                return read_object(self._bucket, key, limit, IfMatch=mark)[0]
-        data = self.read(key, limit)
-        full = self._bucket.full(key)
-        page = self._bucket.call("list_objects_v2", key, Prefix=full, MaxKeys=1)
-        if (full, mark) not in ((item["Key"], item.get("ETag")) for item in page.get("Contents", ())):
-            raise FileNotFoundError(f"{self.url}/{key} was replaced since it was listed")
-        self._lists_etags = False  # it lists others than it compares with, as MinIO does for encrypted objects
-        return data
 
     def write(self, key: str, data: bytes) -> None:
         put_if(self._bucket, key, [memoryview(data)], uuid.uuid4().hex)
@@ -369,10 +311,6 @@ class S3Storage(Storage):
                     continue
                 kind = PermissionError if error.get("Code") == "AccessDenied" else OSError
                 raise kind(f"{self.url}/{key}: cannot delete {error['Key']}: {error['Code']}: {error.get('Message')}")
-
-
-def _listed(item: Mapping[str, Any]) -> ListedFile:
-    return ListedFile(int(item["Size"]), str(item["ETag"]), _seconds(item))
 
 
 def _seconds(facts: Mapping[str, Any]) -> float:
