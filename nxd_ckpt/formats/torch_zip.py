@@ -5,7 +5,6 @@ The structure is read, as a tree of `TensorStub`. `stored_tensors` reads the ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from nxd_ckpt.core import limits
@@ -21,12 +20,12 @@ _SMALL_FILE = 256 * 2**10
 _BYTE_ORDER = 16
 
 
-def read_directory(pread: Pread, size: int, file: str, begins: Sequence[int] = ()) -> dict[str, Record]:
+def read_directory(pread: Pread, size: int, file: str) -> dict[str, Record]:
     """Return the records of a torch zip file of ``size`` bytes, by name within the archive ("data.pkl", "data/0").
 
-    ``file`` names it in errors; ``begins`` goes to `read_records`. Raises MalformedFile.
+    ``file`` names it in errors. Raises MalformedFile.
     """
-    records = read_records(pread, size, file, begins)
+    records = read_records(pread, size, file)
     archives = set[str]()
     directory = dict[str, Record]()
     for record in records:
@@ -45,20 +44,18 @@ def read_tree(
     *,
     trust_pickle: bool = False,
     leaf: Leaf = lambda stub: stub,
-    begins: Sequence[int] = (),
     dtensors: bool = False,
 ) -> Any:
     """Return the file's contents, with ``leaf(stub)`` (by default the TensorStub itself) for each tensor.
 
-    ``file`` is the key in stubs; ``begins`` are known offsets of tensors (see `read_records`); ``dtensors`` goes to
-    `unpickle`. With ``trust_pickle=True`` any class is unpickled; for objects with tensors inside, which no tree walk
-    reaches, ``leaf`` must read them (`read_tensor`). Raises MalformedFile, DigestMismatch for a changed pickle,
-    UnsafePickle, UnsupportedState for big-endian files.
+    ``file`` is the key in stubs; ``dtensors`` goes to `unpickle`. With ``trust_pickle=True`` any class is unpickled;
+    for objects with tensors inside, which no tree walk reaches, ``leaf`` must read them (`read_tensor`). Raises
+    MalformedFile, DigestMismatch for a changed pickle, UnsafePickle, UnsupportedState for big-endian files.
     """
     with parsing(file, "a torch file"):
         if size <= _SMALL_FILE:
             pread = remembering(pread, 0, pread(0, size))
-        directory = read_directory(pread, size, file, begins)
+        directory = read_directory(pread, size, file)
         order = directory.get("byteorder")
         if order is not None and _contents(pread, order, file, _BYTE_ORDER) != b"little":
             raise UnsupportedState(f"{file}: written on a big-endian machine; save it again on a little-endian one")

@@ -7,7 +7,6 @@ untrusted file is read with few reads. Source: PKWARE's APPNOTE 6.3.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -132,11 +131,8 @@ _DIRECTORY = 512 * limits.RECORDS
 ENCRYPTED, DIGEST_FOLLOWS = 0x1, 0x8
 
 
-def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ()) -> list[Record]:
+def read_records(pread: Pread, size: int, file: str) -> list[Record]:
     """Return every record of the archive, by position. Reads the end, the directory, and headers in batches.
-
-    ``begins`` are known offsets, ascending, of records' data: headers of these records are not read, so the caller must
-    verify the data.
 
     Verifies that the directory ends the file, and that every record is stored plainly, lies before the directory,
     agrees with its own header and overlaps no other. Raises MalformedFile, naming ``file`` and the fault.
@@ -150,27 +146,15 @@ def read_records(pread: Pread, size: int, file: str, begins: Sequence[int] = ())
         raise malformed(file, f"its directory of {nbytes} bytes at {offset} does not end where it should, at {end}")
     raw = _exactly(pread, offset, nbytes, file)
     entries = sorted(_parse_entries(raw, count, file))
-    by_begin = dict(_with_known_data(entries, offset, begins))
-    rest = [entry for entry in entries if entry[0] not in by_begin]
-    windows = _headers(pread, rest, offset, file)
     records = []
     before = 0
-    for entry in entries:
-        record = by_begin.get(entry[0]) or _located(entry, *next(windows), file)
+    for entry, window in zip(entries, _headers(pread, entries, offset, file), strict=True):
+        record = _located(entry, *window, file)
         if record.header_offset < before or record.end > offset:
             raise malformed(file, f"record {shown(record.name)} overlaps another, or the directory")
         records.append(record)
         before = record.end
     return records
-
-
-def _with_known_data(entries: Sequence[_Entry], limit: int, begins: Sequence[int]) -> Iterator[tuple[int, Record]]:
-    """Yield (offset of its header, record) for each entry with a known data offset before the next header."""
-    ends = [*(start for start, *_ in entries[1:]), limit]
-    for (start, name, raw_name, nbytes, crc32), end in zip(entries, ends, strict=False):
-        at = bisect_left(begins, start + LOCAL.size + len(raw_name))
-        if at < len(begins) and begins[at] + nbytes <= end:
-            yield start, Record(name, start, begins[at], nbytes, crc32 if crc32 or not nbytes else None)
 
 
 def has_digests(end: bytearray, spans: Iterable[StorageSpan]) -> bool:

@@ -6,13 +6,12 @@ kind of tree. Files are listed once: a tag does not change while it is being rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from nxd_ckpt import effects
 from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.core.manifest import TensorEntry
@@ -32,24 +31,15 @@ from nxd_ckpt.formats.tensors import (
     torch_class,
 )
 from nxd_ckpt.formats.unpickle import Leaf
-from nxd_ckpt.formats.zip_directory import TAIL, has_digests, remembering
+from nxd_ckpt.formats.zip_directory import has_digests
 from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, pread_of
 
 if TYPE_CHECKING:
     import torch
 
 
-class IndexHints(Protocol):
-    """Facts about files that are known before they are opened."""
-
-    def tensor(self, file: str) -> TensorStub | None:
-        """Return the tensor of an xser file; None if the file must be opened to find out."""
-
-    def begins(self, file: str) -> Sequence[int]:
-        """Return offsets in the file at which tensors begin, ascending, as far as known."""
-
-    def end(self, file: str) -> int | None:
-        """Return the offset in the file after its last tensor; None if unknown."""
+Hint = Callable[[str], TensorStub | None]
+"""Returns the tensor of an xser file; None if the file must be opened to find out."""
 
 
 @dataclass(frozen=True)
@@ -73,29 +63,7 @@ class UnfinishedTensor(MissingTensor):
 _KEPT_NBYTES = 16 * 2**20
 
 _LONGEST_END = 16 * 2**20
-"""Bytes after a file's last tensor that are read at once: more are read as they are needed."""
-
-
-class _SpareMemory:
-    """Memory of one small file, used again when nobody looks at it: fresh memory costs more than a read into it."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._lock = effects.Lock()
-
-    def take(self, nbytes: int) -> memoryview:
-        with self._lock:
-            try:
-                self._bytes.append(0)  # BufferError as long as there is a view of it
-                self._bytes.pop()
-                if len(self._bytes) < nbytes:
-                    self._bytes = bytearray(nbytes)
-            except BufferError:
-                return memoryview(bytearray(nbytes))
-            return memoryview(self._bytes)[:nbytes]
-
-
-_spare = _SpareMemory()
+"""Bytes after a file's last tensor that are looked through for its directory."""
 
 
 class TagFiles:
@@ -110,7 +78,7 @@ class TagFiles:
         self.tag = tag
         self.trust_pickle = trust_pickle
         self._listings: dict[str, Mapping[str, bool]] = {}
-        self._hints: IndexHints | None = None
+        self._hint: Hint = lambda file: None
         self._kept: dict[str, memoryview] = {}
         self._kept_nbytes = 0
         self._recorded: dict[str, int] = {}
@@ -133,18 +101,18 @@ class TagFiles:
         return file in self._trees and file not in self._referring
 
     @contextmanager
-    def with_hints(self, hints: IndexHints) -> Iterator[None]:
-        """Within this context, files are not read for facts that ``hints`` has."""
-        before = self._hints
-        self._hints = hints
+    def with_hint(self, hint: Hint) -> Iterator[None]:
+        """Within this context, files are not opened for tensors that ``hint`` has."""
+        before = self._hint
+        self._hint = hint
         try:
             yield
         finally:
-            self._hints = before
+            self._hint = before
 
     def whole(self, file: str, nbytes: int) -> memoryview:
         """Read the ``nbytes`` of a small file. Raises PartNotFound, MalformedFile."""
-        data = _spare.take(nbytes)
+        data = memoryview(bytearray(nbytes))
         self.read_ranges(file, [(0, data)])
         return data
 
@@ -303,8 +271,7 @@ class TagFiles:
                 return UnfinishedTensor(".".join(map(str, path)), tensor_file, dtype, shape)
             if not self.has(tensor_file):
                 return MissingTensor(".".join(map(str, path)), tensor_file, dtype, shape)
-            hint = None if self._hints is None else self._hints.tensor(tensor_file)
-            stub = hint or self.tree(tensor_file)
+            stub = self._hint(tensor_file) or self.tree(tensor_file)
             if not isinstance(stub, TensorStub):
                 raise MalformedFile(f"{self.key(tensor_file)}: expected one tensor, found {type(stub).__name__}")
             if (dtype, shape) not in ((None, None), (stub.dtype, stub.shape)):
@@ -342,18 +309,12 @@ class TagFiles:
             if nbytes is None:
                 recorded = self._recorded.get(file)
                 nbytes = self.storage.size(self.key(file)) if recorded is None else recorded
-            pread = pread_of(reader, start)
-            end = None if self._hints is None or start or self.storage.renames else self._hints.end(file)
-            if end is not None and 0 < nbytes - end <= _LONGEST_END:  # by one request to a store, not three
-                begin = max(0, min(end, nbytes - TAIL))
-                pread = remembering(pread, begin, pread(begin, nbytes - begin))
             return torch_zip.read_tree(
-                pread,
+                pread_of(reader, start),
                 nbytes,
                 file,
                 trust_pickle=self.trust_pickle,
                 leaf=absolute if start else leaf,
-                begins=() if self._hints is None or start else self._hints.begins(file),
                 dtensors=dtensors,
             )
 

@@ -40,7 +40,6 @@ from nxd_ckpt.tag.tree_cache import TreeCache
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,
-    WrittenHints,
     changed_tensors,
     check_bytes,
     check_extents,
@@ -267,7 +266,16 @@ class OpenTag:
         if self.manifest is None:
             return read()
 
-        with self._layout.files.with_hints(WrittenHints(written, None if self.opens_all else self._expect)):
+        def hint(file: str) -> TensorStub | None:
+            """Return the tensor of a file by the index; a file of another size than there is not the same."""
+            tensor = None if self.opens_all else written.tensor(file)
+            if tensor is None:
+                return None
+            stub, nbytes = tensor
+            self._expect(file, nbytes)
+            return stub
+
+        with self._layout.files.with_hint(hint):
             tree = read()
         if not self._layout.files.is_of_index(file):
             verify_tensors(self.where, tree, written, left_out=left_out)

@@ -8,7 +8,7 @@ single tensor need not be opened to know its expected content: the index's diges
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nxd_ckpt import effects
@@ -67,40 +67,6 @@ class WrittenFiles:
         if about is None or len(entries) != 1:
             return None
         return stub_of(entries[0]), about.nbytes
-
-    def begins(self, file: str) -> list[int]:
-        """Return the offsets at which its tensors begin, ascending."""
-        return sorted({entry.offset for entry in self._files[file][1]}) if self.has(file) else []
-
-    def end(self, file: str) -> int | None:
-        """Return the offset after its last tensor; None without any."""
-        ends = (entry.offset + entry.nbytes for entry in self._files[file][1]) if self.has(file) else ()
-        return max(ends, default=None)
-
-
-class WrittenHints:
-    """Index facts for readers of files (`IndexHints`).
-
-    Without ``verify_size`` every file is opened nevertheless; a file of another size is not the one in the index.
-    """
-
-    def __init__(self, written: WrittenFiles, verify_size: Callable[[str, int], None] | None) -> None:
-        self._written = written
-        self._verify_size = verify_size
-
-    def tensor(self, file: str) -> TensorStub | None:
-        tensor = None if self._verify_size is None else self._written.tensor(file)
-        if tensor is None or self._verify_size is None:
-            return None
-        stub, nbytes = tensor
-        self._verify_size(file, nbytes)
-        return stub
-
-    def begins(self, file: str) -> Sequence[int]:
-        return self._written.begins(file)
-
-    def end(self, file: str) -> int | None:
-        return self._written.end(file)
 
 
 def stub_of(entry: TensorEntry) -> TensorStub:

@@ -16,14 +16,12 @@ from nxd_ckpt.formats.crc32 import BLOCK
 from nxd_ckpt.formats.stored_tensors import read_into, read_tensor
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory, read_tree
-from nxd_ckpt.formats.torch_zip_writer import image_of
 from tests.formats.helpers import (
     DTYPES,
     comparable,
     loaded,
     pread_into_of,
     pread_of,
-    rendered,
     saved,
     tight_bytes,
     torch_file,
@@ -219,29 +217,3 @@ MALFORMED = {
 def test_malformed_files_are_named_with_what_is_wrong(data: bytes, what: str) -> None:
     with pytest.raises(MalformedFile, match=rf"(?s)file\.pt.*({what})"):
         loaded(data)
-
-
-@pytest.mark.once
-@given(known=st.sets(st.integers(0, 39)))
-def test_what_is_known_of_where_data_begins_changes_nothing(known: set[int]) -> None:
-    """The records are the same with the begins of any of them known beforehand; others are found by their headers."""
-    data = saved([torch.full((300 + index,), float(index)) for index in range(40)])
-    records = read_directory(pread_of(data), len(data), "f")
-    begins = sorted(records[f"data/{index}"].offset for index in known)
-    assert records == read_directory(pread_of(data), len(data), "f", [*begins, len(data) + 1])
-
-
-@pytest.mark.once
-def test_headers_are_not_read_where_data_is_known_to_begin() -> None:
-    """A file of many large tensors is opened in two reads: its end, and the headers of what follows the tensors."""
-    image = image_of([torch.zeros(100_000) for _ in range(40)])
-    file = rendered(image)
-    asked: list[tuple[int, int]] = []
-
-    def pread(offset: int, nbytes: int) -> bytes:
-        asked.append((offset, nbytes))
-        return file[offset : offset + nbytes]
-
-    begins = [storage.offset for storage in image.storages]
-    assert read_directory(pread_of(file), len(file), "f") == read_directory(pread, len(file), "f", begins)
-    assert len(asked) <= 2
