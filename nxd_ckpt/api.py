@@ -7,7 +7,6 @@ at exit. A process that ends with a failed save that was never reported exits wi
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.at_exit import open_objects, settle_unheld
 from nxd_ckpt.coordination.rendezvous import meet
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
@@ -37,8 +37,6 @@ from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, normalised
 from nxd_ckpt.tag.directory import is_tag
 from nxd_ckpt.tiers.tiers import Tiers
-
-logger = logging.getLogger("nxd_ckpt")
 
 _Key = tuple[str, Topology]
 _open: OrderedDict[_Key, Checkpointer] = OrderedDict()

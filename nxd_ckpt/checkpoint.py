@@ -298,7 +298,7 @@ def _values_of(checkpoint: Checkpoint, names: Collection[str]) -> Mapping[str, A
     """Return the plain values by name. Raises KeyMismatch unless each of ``names`` is one of them, or a tensor."""
     tensors = checkpoint.metadata
     values = checkpoint.values
-    problems = dict[str, str]()
+    problems: dict[str, str] = {}
     if all(name in tensors or name in values for name in names):
         return values
     with checkpoint.opened.guarded():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.stopping import Schedule
 from nxd_ckpt.coordination.waiting import FairLock
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.tags import Tag, step_of, validate_tag
 from nxd_ckpt.core.topology import Topology
@@ -47,7 +47,6 @@ from nxd_ckpt.tag.directory import other_content
 from nxd_ckpt.tag.listing import best_of, steps_of
 from nxd_ckpt.tiers.tiers import Tiers
 
-logger = logging.getLogger("nxd_ckpt")
 _Answer = TypeVar("_Answer")
 
 _GRACE = 5.0

@@ -12,7 +12,6 @@ name. Importing this imports it.
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
 from nxd_ckpt.core.dcp_names import DcpItem, names_of
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.memory import is_shards
@@ -44,8 +44,6 @@ from nxd_ckpt.torch_dcp.storage_writer import StorageWriter, told_at_exit
 from nxd_ckpt.torch_dcp.subclasses import Targets, taken_apart
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 @takes()

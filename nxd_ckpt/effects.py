@@ -148,8 +148,8 @@ def side_by_side(*calls: Callable[[], ResultT]) -> list[ResultT]:
     For calls that wait for a disk: what it syncs together takes it no longer than one sync. Where no thread can be
     started (an exiting interpreter starts none), they run one after the other.
     """
-    results = dict[int, ResultT]()
-    errors = dict[int, BaseException]()
+    results: dict[int, ResultT] = {}
+    errors: dict[int, BaseException] = {}
 
     def run(number: int) -> None:
         try:

@@ -171,7 +171,7 @@ class _Judge:
         self._storage = storage
         self._rules = rules
         self._progress = chosen.progress
-        self._read = dict[str, tuple[str | None, Reading]]()
+        self._read: dict[str, tuple[str | None, Reading]] = {}
         self._reads_all = chosen.verify is True
         self._damage_of = self._changed if chosen.verify else lost_files
         self._damage_of_newest = self._changed if chosen.verify is None else None

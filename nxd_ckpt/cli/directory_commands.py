@@ -165,8 +165,8 @@ def _unfit(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     from nxd_ckpt.tag.opened import open_complete_tag
     from nxd_ckpt.tag.verify import lost_files
 
-    unfit = dict[str, str]()
-    looked_at = list[str]()
+    unfit: dict[str, str] = {}
+    looked_at: list[str] = []
     for tag in reversed([tag["tag"] for tag in tags if tag["complete"]]):
         try:
             if lost_files(storage, tag) is not None:

@@ -8,7 +8,6 @@ verdict is written.
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +21,7 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import (
     FileEntry,
     Manifest,
@@ -41,8 +41,6 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag, list_tags
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
-
-logger = logging.getLogger("nxd_ckpt")
 
 _CATCHES_UP = 2.0
 """Seconds for which a commit waits until the clock is past the newest tag."""

@@ -123,7 +123,7 @@ class Staged:
             _refuse_existing(session.storage, self.tag)
 
     def put(self, storage: Storage, files: Mapping[str, bytes]) -> None:
-        written = list[Writer]()
+        written: list[Writer] = []
         folders = {posixpath.dirname(f"{self.folder}/{name}") for name in files}
         try:
             for name, data in files.items():

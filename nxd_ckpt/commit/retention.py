@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +13,7 @@ from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import pinned, unpin
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.retention_rules import BY_AGE, Best, Metrics, Retention, Rule, decide, unknown_metrics
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.tags import TagInfo, in_order, undated
@@ -31,8 +31,6 @@ from nxd_ckpt.tag.identity import manifest_of
 from nxd_ckpt.tag.listing import metrics_of
 from nxd_ckpt.tag.range_reader import answers_of, in_parallel
 from nxd_ckpt.tag.verify import lost_names
-
-logger = logging.getLogger("nxd_ckpt")
 
 DamageOf: TypeAlias = Callable[[Storage, str], str | None]
 """Returns a sentence about the damage of a complete tag; None for an undamaged one."""
@@ -76,8 +74,8 @@ def judge_tags(
     metrics = {info.tag: metrics_of(storage, info) for info in measured}
     examined = set(whole)
     read = set(whole)
-    damaged = dict[str, str]()
-    unreadable = dict[str, str]()
+    damaged: dict[str, str] = {}
+    unreadable: dict[str, str] = {}
     while True:
         counting = [info for info in ours if info.tag not in damaged and info.tag not in unreadable]
         retention, newest = _decide(storage, counting, rules, metrics)
@@ -143,7 +141,7 @@ def judge_pinned(
 
 def _unreadable(storage: Storage, tags: Iterable[str]) -> dict[str, str]:
     """Return why this version cannot read tags, by name. They may be all that another version's job has."""
-    unreadable = dict[str, str]()
+    unreadable: dict[str, str] = {}
     for tag in tags:
         try:
             manifest_of(storage, tag)
@@ -170,7 +168,7 @@ def _decide(
     retention = decide(ours, rules, metrics, pinned(storage))
     if not retention.surplus:
         return retention, set()
-    newest_with = dict[str, str]()
+    newest_with: dict[str, str] = {}
     for part, folder in (("a model", names.MODEL_DIR), ("an optimizer", names.OPTIMIZER_DIR)):
         having = (info.tag for info in reversed(in_order(ours)) if _has_files(storage, f"{info.tag}/{folder}"))
         newest_with.setdefault(next(having, ""), f"the newest with {part}")

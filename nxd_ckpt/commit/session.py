@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import os
 import re
@@ -40,6 +39,7 @@ from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.peers import News, new_channel
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
@@ -111,8 +111,6 @@ def forget_slots(run_id: str) -> None:
             with suppress(BlockingIOError), locked(path, wait=False):
                 path.unlink()
 
-
-logger = logging.getLogger("nxd_ckpt")
 
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -466,7 +464,7 @@ def _must_be_live(session: Session) -> None:
     """Raise unless rank 0 of this launch has the directory: the mark may be an earlier launch's."""
     # Rank 0 may come late, and then has to find out whether an earlier holder is dead.
     deadline = effects.monotonic() + session.timeout + _PATIENCE * _beat_interval(session)
-    beats = set[int | None]()
+    beats: set[int | None] = set()
     backoff = Backoff(session.storage)
     while effects.monotonic() < deadline:
         holder = backoff.timed(lambda: lease.read(session.storage))

@@ -314,7 +314,7 @@ class AttemptVotes:
         While a storage cannot be read, it counts as unchanged.
         """
         watch = _Watch(self._storage, self._news, timeout)
-        listed = set[str]()
+        listed: set[str] = set()
 
         def signs() -> dict[str, bytes]:
             alive = alive_file(self.attempt)
@@ -362,7 +362,7 @@ class _Watch:
         self._news = news
         self._timeout = timeout
         self._shown = shown
-        self._names = set[str]()
+        self._names: set[str] = set()
         self._count = self._told = 0
         self._seen: Mapping[str, bytes] = {}
         self._closer_interval = min(timeout / 4, 2.0)

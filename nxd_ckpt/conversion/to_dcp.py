@@ -6,13 +6,13 @@ of torch's writer. Values and small tensors share files.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.dcp_names import DcpChunk
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
@@ -30,9 +30,6 @@ from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
-
-logger = logging.getLogger("nxd_ckpt")
-
 
 _LARGE = 32 * 2**20
 """Size in bytes below which a tensor shares a file with others, and of such a file.

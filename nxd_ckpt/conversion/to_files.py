@@ -117,8 +117,8 @@ def split(items: Iterable[Item], part: str) -> tuple[list[Item], list[Item]]:
 
     Raises UnsupportedState for a container with tensors in it.
     """
-    tensors = list[Item]()
-    others = list[Item]()
+    tensors: list[Item] = []
+    others: list[Item] = []
     for item in items:
         (tensors if item.is_tensor else others).append(item)
         if not item.is_tensor and any(leaf.shape for _, leaf in iter_tensors(item.value)):
@@ -237,7 +237,7 @@ class _Part:
         self.name = name
         self._opened = opened
         items = items_of(tag, name)
-        others = list[Item]()
+        others: list[Item] = []
         if safetensors:
             items, others = split(items, name)
         files = files_of(name, items, strategy, _EXTENSIONS[safetensors])

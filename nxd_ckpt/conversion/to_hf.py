@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -17,6 +16,7 @@ from nxd_ckpt.conversion.result import Converted, ConvertedTensor
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, in_turns, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -108,9 +108,6 @@ def _rank_names(names: Iterable[str]) -> list[str]:
     """Return the names under which the model reads the rank's number: its own, and those of its attention layers."""
     layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, names) if match is not None)
     return [*(f"{layer}.self_attn.{_RANK}" for layer in layers), _RANK]
-
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def are_converted(opened: OpenTag, mapped: MappedTag, otherwise: Callable[[], MappedTag]) -> bool:

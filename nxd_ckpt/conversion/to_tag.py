@@ -9,7 +9,6 @@ With names="nxd", `to_nxd_tag` makes a Hugging Face directory the tag that a job
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from nxd_ckpt.conversion.tag_writer import Job, write_tag
 from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core.data_position import Position
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import first_of
@@ -42,8 +42,6 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import open_weights
 from nxd_ckpt.tag.foreign.quantization import quantization_of
 from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.opened import OpenTag
-
-logger = logging.getLogger("nxd_ckpt")
 
 _SHARDED = ("zero1", "zero1_dcp")
 
@@ -101,7 +99,7 @@ def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptio
         return Job(source, target, what, alone).of(opened, chosen)
     if process == 0:
         _warn_if_nothing_is_cut(opened, what)
-    positions = dict[Any, Position]()
+    positions: dict[Any, Position] = {}
     if source.is_tag:
         positions = _positions_for(what.topology, opened, process)
         has_content = bool(positions) or (saved.rank_content and what.topology == opened.topology)

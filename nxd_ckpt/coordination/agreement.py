@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -20,9 +19,8 @@ from nxd_ckpt import effects, errors
 from nxd_ckpt.coordination.peers import Peers
 from nxd_ckpt.coordination.waiting import pause_after
 from nxd_ckpt.core.limits import shown
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree, ReplicaLost, TagReplaced
-
-logger = logging.getLogger("nxd_ckpt")
 
 T = TypeVar("T")
 

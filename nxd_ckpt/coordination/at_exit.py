@@ -21,8 +21,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 from nxd_ckpt import effects
-
-logger = logging.getLogger("nxd_ckpt")
+from nxd_ckpt.core.log import logger
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

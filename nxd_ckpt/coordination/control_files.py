@@ -7,19 +7,17 @@ unusable: it is renamed out of the way, with a warning.
 from __future__ import annotations
 
 import errno
-import logging
 import uuid
 import zlib
 from typing import Any
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import DONE, HIDDEN, MARKER
 from nxd_ckpt.core.tags import order_text
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.directory import Names
-
-logger = logging.getLogger("nxd_ckpt")
 
 LEASE = f"{HIDDEN}/lease.json"
 HEARTBEAT = f"{HIDDEN}/heartbeat.json"

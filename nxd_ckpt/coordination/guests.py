@@ -65,7 +65,7 @@ def given_entries(storage: Storage, key: str) -> set[str]:
 def guests_of(storage: Storage, key: str) -> list[Entry]:
     """Return the guests in the directory ``key`` that no save was given; of a directory of such, not what is in it."""
     waiting = [entry for entry in entries_of(storage, key) if entry.is_guest]
-    guests = list[Entry]()
+    guests: list[Entry] = []
     given = given_to(storage, key) if waiting else ()
     for entry in waiting:  # grows
         if any(name.startswith(f"{entry.path}/") for name in given):
@@ -103,7 +103,7 @@ def bring(storage: Storage, source: str, target: str) -> None:
     does. Those behind a link stay where they are.
     """
     moving = guests_of(storage, source)
-    folders = set[str]()
+    folders: set[str] = set()
     given = {f"{target}/{name}" for name in given_to(storage, target)} if moving else set[str]()
     for path, is_dir in moving:
         try:

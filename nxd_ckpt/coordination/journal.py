@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -53,13 +52,13 @@ from nxd_ckpt.coordination.control_files import (
     unfinished_dir,
 )
 from nxd_ckpt.core.limits import NOTE, checked_name
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST, MARKER
 from nxd_ckpt.core.tags import order_text, validate_tag
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, OutcomeUnknown
 from nxd_ckpt.storage.base import Storage
 
-logger = logging.getLogger("nxd_ckpt")
 
 class Replacement:
     """The move of ``finished`` to the name ``target``, whose old content is then called ``aside``. All are keys.
@@ -402,7 +401,7 @@ def lost_tags(storage: Storage) -> dict[str, str]:
     A live job that moved one away gives it its name back; a dead one does not. They must stay because they are pinned,
     or because another job, which took the directory over, saved them under the name of the tag that was to go.
     """
-    newest = dict[str, tuple[float, str]]()
+    newest: dict[str, tuple[float, str]] = {}
     try:
         entries = storage.list(TRASH) if storage.renames else []
         pins = pinned(storage) if entries else set[str]()

@@ -13,7 +13,6 @@ writes, renames and removes other files, and before that, and so does a conversi
 from __future__ import annotations
 
 import json
-import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,10 +25,10 @@ from nxd_ckpt.coordination.at_exit import settle_unheld
 from nxd_ckpt.coordination.control_files import HEARTBEAT, LEASE, PLACE, set_aside
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE, checked_text, integers
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.storage.base import Storage, here
 
-logger = logging.getLogger("nxd_ckpt")
 
 @dataclass(frozen=True)
 class Lease:

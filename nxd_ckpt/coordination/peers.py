@@ -20,7 +20,6 @@ from __future__ import annotations
 import hmac
 import itertools
 import json
-import logging
 import os
 import selectors
 import socket
@@ -33,9 +32,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from nxd_ckpt import effects
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.storage.hosts.wire import NONCE, connect, group_addresses, listen, proof
-
-logger = logging.getLogger("nxd_ckpt")
 
 Address = dict[str, Any]
 """Addresses at which another rank can connect to rank 0 (JSON)."""
@@ -369,7 +367,7 @@ class News:
         self._channel = channel
         self._most = 4 * world_size + 16
         """Number of keys after which the oldest are forgotten: each rank writes a few for each save."""
-        self._keys = dict[str, None]()
+        self._keys: dict[str, None] = {}
         self._changed = effects.Condition()
         self.count: int = 0
         """How often anything was told."""

@@ -6,7 +6,6 @@ signal must still be able to end the process: see `SignalFlag`.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,10 +17,9 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination import worker_shield
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.coordination.stopping import Stopping
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import PreemptionOptions
-
-logger = logging.getLogger("nxd_ckpt")
 
 _APART = 5.0
 """Seconds within which a signal that comes twice is one request: of a scheduler to all processes, and of torchrun."""

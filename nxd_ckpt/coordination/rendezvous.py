@@ -20,7 +20,6 @@ to one rank count too, as with gloo, slow ranks may have begun more: but they do
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sys
@@ -36,10 +35,9 @@ from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, Words, answer_of
 from nxd_ckpt.coordination.peers import WHEREABOUTS, Address, ConnectionToRank0, Rank0Connections
 from nxd_ckpt.coordination.waiting import FairLock
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile, PeerTimeout, RanksDisagree
-
-logger = logging.getLogger("nxd_ckpt")
 
 _LOOKS = 4
 """Number of equal answers, a second apart, that show a rank standing still."""

@@ -12,7 +12,6 @@ to stop, none are sent: a step costs a look at a flag.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.peers import new_channel
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import ranks_of
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout
 from nxd_ckpt.options.checkpointer_options import ScheduleOptions
@@ -65,8 +65,6 @@ class JobProgress:
         """Return the call at which all ranks stop; None until all were asked and have answered."""
         return max(self.passed.values()) + 1 if self.asked and not self.missing() else None
 
-
-logger = logging.getLogger("nxd_ckpt")
 
 _SLICE = 1.0
 """Seconds of a wait, after which to check whether rank 0 is still there."""

@@ -8,7 +8,6 @@ through a pipe. Programs that a worker starts get signals as usual.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -23,9 +22,8 @@ from typing import Any
 from weakref import WeakSet
 
 from nxd_ckpt import effects
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import first_of
-
-logger = logging.getLogger("nxd_ckpt")
 
 _POLL_SECONDS = 1.0
 

@@ -105,7 +105,7 @@ class TagInfo:
 
 def in_order(tags: Iterable[TagInfo]) -> list[TagInfo]:
     """Return the tags, oldest first; tags of one time by the steps in their names, else by name."""
-    order = list[TagInfo]()
+    order: list[TagInfo] = []
     for group in _by_time(tags):
         by_step = group if len(group) == 1 else _by_step(group)
         order += by_step or sorted(group, key=lambda info: (info.order_time, info.tag))

@@ -20,6 +20,7 @@ import torch
 
 from nxd_ckpt import api
 from nxd_ckpt.commit.tier import Tier, checked_tiers
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.effects import Event
 from nxd_ckpt.formats.plain_data import without_refused
@@ -108,8 +109,6 @@ def only_compiles() -> bool:
     """Return whether this run only compiles: then nothing is saved."""
     return os.environ.get(_COMPILING, "0") not in ("", "0")
 
-
-logger = logging.getLogger("nxd_ckpt")
 
 class IOState:
     """The methods of NxD's ``CheckpointIOState`` that programs call from outside, for the directory saved to last."""

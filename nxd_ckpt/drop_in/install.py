@@ -10,7 +10,6 @@ they have imported the main script again, and before they call its function. A f
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import pickle
 import sys
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 from typing_extensions import Unpack
 
 from nxd_ckpt.commit.tier import Tier
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.drop_in import functions, rank_files
 from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE, IOState, Settings
@@ -34,8 +34,6 @@ from nxd_ckpt.keywords import InstallKeywords
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.saving.options import SaveOptions
-
-logger = logging.getLogger("nxd_ckpt")
 
 _Imported = Callable[[str, ModuleType], None]
 

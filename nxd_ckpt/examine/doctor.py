@@ -116,7 +116,7 @@ class _Doctor:
 
     def result(self, progress: bool) -> Examination:
         whole = self._after.whole
-        unexamined = dict[str, str]()
+        unexamined: dict[str, str] = {}
         leaves = leaves_of(whole, unexamined)
         counts = count_leaves(whole, leaves, "doctor", progress)
         findings = _merged(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing_extensions import Unpack
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.findings import Finding, doubt, problem
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import as_checkpoint_errors
@@ -27,8 +27,6 @@ from nxd_ckpt.loading.options import LoadOptions, LoadRequest
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
-
-logger = logging.getLogger("nxd_ckpt")
 
 _LOSSES = 32
 _ENOUGH = 4

@@ -6,7 +6,6 @@ only, whose `Identity` they hold. A read-only directory has none, and damaged on
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,7 +25,6 @@ from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Statistics", "TensorStatistics", "checkpoint_statistics"]
 
-logger = logging.getLogger("nxd_ckpt")
 
 _AHEAD = 64 * 2**20
 """Bytes that are requested before earlier ones are waited for: requested bytes occupy memory."""
@@ -124,7 +122,7 @@ class _LeafCount:
         self.summary = Summary()
         self._lock = effects.Lock()
         self._next = 0
-        self._waiting = dict[int, list[Summary]]()
+        self._waiting: dict[int, list[Summary]] = {}
 
     def add(self, number: int, values: list[torch.Tensor]) -> None:
         """Count a part, and add it once all parts before it are. Thread-safe."""

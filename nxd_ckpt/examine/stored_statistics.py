@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import astuple
 from math import inf, isfinite, isinf, nan
@@ -13,11 +12,10 @@ from nxd_ckpt.coordination.control_files import drop_statistics_of_lost_tags, st
 from nxd_ckpt.core import document
 from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import checked_text
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.reshard.tensor_statistics import TensorStatistics
 from nxd_ckpt.tag.opened import OpenTag
-
-logger = logging.getLogger("nxd_ckpt")
 
 StatisticsByName = Mapping[str, TensorStatistics]
 

@@ -123,7 +123,7 @@ class Machine(_Machine):  # type: ignore[misc]
 
     def load_dict(self) -> None:
         items = self.pop_mark()
-        new = dict[Any, Any]()
+        new: dict[Any, Any] = {}
         self._set(new, items)
         self.append(new)
 
@@ -275,7 +275,7 @@ def check_walk(tree: Any) -> None:
     values = distinct = 0
     most = limits.TREE_REPEATED_VALUES
     above: dict[int, None] = {}
-    seen = set[int]()
+    seen: set[int] = set()
     stack: list[tuple[int, Iterator[Any]]] = [(0, iter(_containers((tree,))))]
     while stack:
         for node in stack[-1][1]:

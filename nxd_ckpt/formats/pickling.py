@@ -164,7 +164,7 @@ def renamed(pickled: bytes, names: Mapping[type, str]) -> bytes:
     A pickle names a class once, at its first use. Only opcodes are replaced, because user data may have the same text.
     """
     left = {f"{kind.__module__} {kind.__qualname__}": name for kind, name in names.items()}
-    parts = list[bytes]()
+    parts: list[bytes] = []
     begin = 0
     for opcode, name, at in pickletools.genops(pickled):
         if opcode.name == "GLOBAL" and name in left and at is not None:

@@ -26,8 +26,8 @@ def read_directory(pread: Pread, size: int, file: str) -> dict[str, Record]:
     ``file`` names it in errors. Raises MalformedFile.
     """
     records = read_records(pread, size, file)
-    archives = set[str]()
-    directory = dict[str, Record]()
+    archives: set[str] = set()
+    directory: dict[str, Record] = {}
     for record in records:
         archive, _, name = record.name.partition("/")
         archives.add(archive)

@@ -74,9 +74,9 @@ class JoinedImage(Image):
         """Return the image of a file for each of ``values``. Raises the errors of `image_of`."""
         archives = list(_images_of(values))
         end = 0
-        storages = list[StorageRecord]()
-        starts = list[int]()
-        first = list[int]()
+        storages: list[StorageRecord] = []
+        starts: list[int] = []
+        first: list[int] = []
         for archive in archives:
             start = -(-end // 64) * 64 if archive.storages else end  # so that tensors are aligned in memory
             end = start + archive.nbytes

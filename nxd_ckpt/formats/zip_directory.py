@@ -232,7 +232,7 @@ _Entry = tuple[int, str, bytes, int, int]
 
 def _parse_entries(raw: bytes, count: int, file: str) -> Iterator[_Entry]:
     at = 0
-    names = set[str]()
+    names: set[str] = set()
     for _ in range(count):
         if not raw.startswith(CENTRAL_MARK, at) or at + CENTRAL.size > len(raw):
             raise malformed(file, f"its directory breaks off after {len(names)} of {count} entries")

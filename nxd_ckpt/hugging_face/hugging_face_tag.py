@@ -174,7 +174,7 @@ class HuggingFaceTag(OpenTag):
         if self._optimizer is None:
             raise PartNotFound(f"{self.where}: it was opened without an optimizer")
         document = self._optimizer.document
-        numbers = dict[str, int]()
+        numbers: dict[str, int] = {}
         groups = []
         for group in self.param_groups:
             own = range(len(numbers), len(numbers) + len(group["params"]))

@@ -6,7 +6,6 @@ heads are incomplete.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.reads import CutIndex
@@ -84,9 +84,6 @@ def _slice(match: Match, box: Box) -> HfSlice:
     if match.rule.transposed:
         shape = (*shape[:-2], shape[-1], shape[-2])
     return HfSlice(f"padding of {match.name}", shape, (Piece(Box.whole(box.size), box),))
-
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def refuse_lost_values(
@@ -437,7 +434,7 @@ class MappedTag:
         MalformedFile if a tensor-parallel rank lacks the tensor, even if only the first rank's is read.
         """
         tp = self._opened.topology.tp
-        first = dict[Any, tuple[int, Any]]()
+        first: dict[Any, tuple[int, Any]] = {}
         slices = hf_slices(source.match, source.shape, self.sizes) if tp > 1 else ()
         members = [(hf_slice.name, piece) for hf_slice in slices for piece in hf_slice.pieces]
         for tp_rank in range(tp):

@@ -113,7 +113,7 @@ class ModelAdapter:
     def parameters(self, tp: int) -> dict[str, ParameterSpec]:
         """Return the specifications of this rank's parameters and buffers, by name. Raises as `capture` does."""
         ties = self._ties
-        specs = dict[str, ParameterSpec]()
+        specs: dict[str, ParameterSpec] = {}
         for name, tensor in self._tensors.items():
             if not _is_extra_state(name):
                 spec = spec_of(own := self.attributed(name), tp)

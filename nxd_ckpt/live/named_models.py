@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from nxd_ckpt.core.limits import is_text
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.parameter_names import BASE_LAYER, CONFIG, is_adapter, without_base_layer
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
@@ -132,8 +132,6 @@ class NamedModels(ModelAdapter):
         if adapter is not None:
             adapter.check_writable(own)
 
-
-logger = logging.getLogger("nxd_ckpt")
 
 _SCALING = ("lora_rank", "lora_alpha", "use_rslora")
 """Options that determine the factor of adapters."""

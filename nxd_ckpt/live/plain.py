@@ -10,7 +10,6 @@ ranks it is one of the optimizer's parameters, so here it counts as one too, wit
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
@@ -54,8 +54,6 @@ from nxd_ckpt.live.optimizer_state import (
 from nxd_ckpt.live.parameters import spec_of
 from nxd_ckpt.live.state_names import if_known, parameter_names
 from nxd_ckpt.surroundings import as_called
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
@@ -319,7 +317,7 @@ class PlainOptimizer(OptimizerAdapter):
     def _take_values(self, saved: Mapping[str, Any], read: LeafSource, keeps: Keeps) -> Mapping[str, Any]:
         """Read the values of parameters that are not the model's; return the state dict without them."""
         state = dict(saved["state"])
-        stale = list[str]()
+        stale: list[str] = []
         for index, slot in self._by_index(saved).items():
             entries = state.get(index, {})
             if VALUE in entries:

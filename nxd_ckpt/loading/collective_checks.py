@@ -5,7 +5,6 @@ All filter alike, every filter matches something on some rank, and the names of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,6 +12,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.name_patterns import NOT_LIVE, unmatched
 from nxd_ckpt.core.suggestions import first_of, left_out, listed, prefix_advice, renaming_advice
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, RanksDisagree
@@ -20,8 +20,6 @@ from nxd_ckpt.hugging_face.mappings import family_advice
 from nxd_ckpt.live.ignoring import digest
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadOptions, LoadRequest
-
-logger = logging.getLogger("nxd_ckpt")
 
 _LONG = 200
 """Characters of an option up to which ranks exchange it unabridged."""

@@ -7,7 +7,6 @@ together by the one of its bytes in that moment, before a live object had them. 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.findings import Finding, doubt, problem
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
 from nxd_ckpt.errors import CorruptCheckpoint, ResumeDiffers
 from nxd_ckpt.formats.assembly import box_of
@@ -30,8 +30,6 @@ from nxd_ckpt.live.torch_xla import to_cpu
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.reshard.summary import ABSENT, equal_values
 from nxd_ckpt.tag.reading import Leaf, LeafReader
-
-logger = logging.getLogger("nxd_ckpt")
 
 _SHOWN = 5
 """Differences that an error names."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.tags import Tag, narrowed, step_of, validate_tag
 from nxd_ckpt.errors import (
     CheckpointNotFound,
@@ -41,8 +42,6 @@ from nxd_ckpt.tag.choosing import ByPath, Opens, around, find_by_path, with_give
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import TagSource, choose_nearest
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 class Loaded(NamedTuple):

@@ -11,13 +11,13 @@ master weights.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.name_patterns import NOT_LIVE, PARAM_GROUPS
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
@@ -42,8 +42,6 @@ from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.payload import refuse_numbers
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.side_by_side import are_equal
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)

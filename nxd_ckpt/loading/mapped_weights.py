@@ -5,7 +5,6 @@ Names are known from the list of tensors; headers are read for those that are lo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.suggestions import first_of
@@ -33,8 +33,6 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of, refuse_quantized_dtype
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 class MappedWeights(OpenTag):

@@ -6,7 +6,6 @@ Memory for tensors on their way to a device is bounded: two tensors, or more sma
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.errors import CheckpointError, UnsupportedState
 from nxd_ckpt.formats.memory import allocated, repeats, strided
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.tag.reading import Leaf
-
-logger = logging.getLogger("nxd_ckpt")
-
 
 _ON_THE_WAY = 64 * 2**20
 """Bytes of tensors that may wait to be handed over, in addition to the first two."""

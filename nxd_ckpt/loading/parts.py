@@ -7,7 +7,6 @@ only in the scheduler's own state. Conversions write what they read, so their re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -18,6 +17,7 @@ import torch
 
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import (
@@ -37,8 +37,6 @@ from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.surroundings import as_called
 from nxd_ckpt.tag.opened import OpenTag
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any, rank_content: Any) -> None:
@@ -317,8 +315,8 @@ def positions_together(opened: OpenTag) -> tuple[dict[Any, Position], list[str]]
 
     There are none if a rank's file is damaged or lost, or holds more than plain data: it may have held part of each.
     """
-    merged = dict[Any, Position]()
-    problems = list[str]()
+    merged: dict[Any, Position] = {}
+    problems: list[str] = []
     try:
         positions = _positions(opened) if opened.parts.rank_content else {}
     except (CorruptCheckpoint, PartLost, UnsafePickle) as error:

@@ -6,7 +6,6 @@ Data goes through gloo on the host. By default it is shared where each read goes
 from __future__ import annotations
 
 import json
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,14 +18,13 @@ import torch
 
 from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, on_all
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.errors import CheckpointError, ReplicaLost
 from nxd_ckpt.formats.memory import byte_view
 from nxd_ckpt.loading.overwriting import Delivery, Fill, Seen
 from nxd_ckpt.loading.shares import ReplicaGroup, ReplicaShares
 from nxd_ckpt.storage.base import Closing, Storage
 from nxd_ckpt.tag.reading import Leaf, LeafReader
-
-logger = logging.getLogger("nxd_ckpt")
 
 WORTH_IT = 256 * 2**20
 """Bytes that replicas must have in common to share the reading by default: joining takes its time."""

@@ -256,8 +256,8 @@ def _old_optimum(source: _Source) -> Origin:
     """
     described = _tag(source._replace(needs_rest=True))
     files = source.files
-    cuts = dict[str, Any]()
-    computed = list[str]()
+    cuts: dict[str, Any] = {}
+    computed: list[str] = []
     for rank in legacy.first_of_stages(files):
         content = files.tree(rank)
         cuts |= _inside(content, SHARDED_METADATA)

@@ -6,7 +6,6 @@ file, so its throttle and its cancelling apply to all hosts. It receives no byte
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -16,6 +15,7 @@ from enum import Enum
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
@@ -27,8 +27,6 @@ from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.union import changed_everywhere
 from nxd_ckpt.tag.verify import Digested, DigestsInside, files_of, guests_in
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 class HostCopies:
@@ -48,7 +46,7 @@ class HostCopies:
 
     def side_by_side(self, files: Sequence[TagFile]) -> list[TagFile]:
         """Return the files in an order that keeps all hosts busy: one file of each host, then the next of each."""
-        turns = dict[str, int]()
+        turns: dict[str, int] = {}
         begun = Counter[int | None]()
         for file in files:
             copier = self._copier.get(file.name)
@@ -92,7 +90,7 @@ class HostCopies:
 def assign_hosts(files: Iterable[TagFile], holders: Mapping[str, Iterable[int]]) -> dict[str, int]:
     """Return the host that copies each file, by name: of its holders, the one with the fewest bytes to copy. Pure."""
     load = Counter[int]()
-    chosen = dict[str, int]()
+    chosen: dict[str, int] = {}
     for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
         least = min(sorted(holders[file.name]), key=lambda number: load[number], default=None)
         if least is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from nxd_ckpt.coordination.control_files import LEASE, PLACE
 from nxd_ckpt.coordination.guests import entries_of
 from nxd_ckpt.coordination.journal import Replacement
 from nxd_ckpt.coordination.lease import other_job_lives
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import InvalidArgument
@@ -32,7 +32,6 @@ from nxd_ckpt.storage.urls import (
 from nxd_ckpt.tag.choosing import own_place
 from nxd_ckpt.tag.directory import clash, holds_tags, require_directory, tag_around
 
-logger = logging.getLogger("nxd_ckpt")
 
 @dataclass(frozen=True)
 class Location:

@@ -8,7 +8,6 @@ for whom the copy is.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.core import document
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.errors import InvalidArgument
@@ -32,8 +32,6 @@ from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
 from nxd_ckpt.tag.foreign.quantization import without_quantization
 from nxd_ckpt.tag.foreign.weight_files import SINGLE
 from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER_DOCUMENT
-
-logger = logging.getLogger("nxd_ckpt")
 
 _MODEL = (CONFIG, "generation_config.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pkl")

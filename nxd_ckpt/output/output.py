@@ -7,7 +7,6 @@ single file) comes last. A lease keeps other processes from writing it meanwhile
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from nxd_ckpt.coordination.lease import OutputLease, is_in_use_here
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.options.conversion import ConvertOptions
@@ -28,8 +28,6 @@ from nxd_ckpt.tag.digest_lists import SUMS, sums_of
 from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.verify import files_of
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Output:
         self.storage: Storage = place.open(chosen.durable)
         self._kind = kind
         self._chosen = chosen
-        self._made = list[str]()
+        self._made: list[str] = []
         self._lease: OutputLease | None = None
         settle(place, self.storage)
         self._check()

@@ -272,7 +272,7 @@ class ReshardedOptimizer:
             place_by_rank = {self._at(saved, place): place for place in places}
             place_by_rank |= {self._at(replace(saved, pp_rank=stage), places[0]): places[0] for stage in self.stages}
             nothing = replace(saved.slot, entries={}, master=None)
-            holders = list[_Holder]()
+            holders: list[_Holder] = []
             for at, place in place_by_rank.items():
                 optimizer = self._saved_by(at)
                 if at.pp_rank == saved.pp_rank or saved.name in optimizer.slots:

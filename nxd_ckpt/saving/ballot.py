@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -19,6 +18,7 @@ from nxd_ckpt.commit.voting import ANSWER, VOTE, AttemptVotes
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import votes_dir
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.names import folders_of
 from nxd_ckpt.core.suggestions import first_of
@@ -58,7 +58,6 @@ from nxd_ckpt.storage.transfer import StoredFile, copy, digest, link
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 
-logger = logging.getLogger("nxd_ckpt")
 
 def take(
     storage: Storage, folder: str, files: Mapping[str, str], threads: Executor, progress: Callable[[int], None]
@@ -70,7 +69,7 @@ def take(
 
     Raises SaveFailed for a file that is gone.
     """
-    taken = dict[str, FileEntry]()
+    taken: dict[str, FileEntry] = {}
     for name, path in sorted(files.items()):
         place, key = os.path.split(os.path.abspath(path))
         source = StoredFile(LocalStorage(place), key)

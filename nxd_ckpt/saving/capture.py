@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.name_patterns import PARAM_GROUPS, unmatched
 from nxd_ckpt.core.partition import Partition
@@ -33,8 +33,6 @@ from nxd_ckpt.live.state_names import state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.tag.payload import is_model, is_optimizer
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def leave_out(state: SaveState, ignoring: Ignoring, topology: Topology) -> SaveState:

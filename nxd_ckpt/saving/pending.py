@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -14,11 +13,10 @@ from typing import Any, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import at_exit
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.effects import require_own
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
-
-logger = logging.getLogger("nxd_ckpt")
 
 _Begun = TypeVar("_Begun")
 
@@ -316,7 +314,7 @@ class PendingSave(futures.Future[None]):
         require_own(self._progress.pid, f"save of {self.tag!r}")
 
 
-_calling = dict[int, Failures]()
+_calling: dict[int, Failures] = {}
 """By thread that runs a callback, those of the Checkpointer that it writes for."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.commit.retention import remove_surplus
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import plan_difference
@@ -28,8 +28,6 @@ from nxd_ckpt.saving.writing import WRITERS
 from nxd_ckpt.storage.arena import whole_pages
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.transfer import SavePace
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 class StagingPlan(NamedTuple):

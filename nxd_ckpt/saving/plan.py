@@ -17,7 +17,6 @@ rank content         every rank its own file
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +26,7 @@ import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpChunk
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh import MeshGroup, MeshRecord
 from nxd_ckpt.core.partition import zero1_shape
@@ -42,8 +42,6 @@ from nxd_ckpt.live.dtensor import refuse_sizes
 from nxd_ckpt.saving.mesh_plan import MeshPlan
 from nxd_ckpt.saving.planned_file import NamedLeaf, NamedTensor, PlannedFile, file_of
 from nxd_ckpt.saving.replicas import Replica, Replicas
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ An attempt whose votes its caller collects, as torch DCP and the processes of a 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import JOURNAL, staging_dir, verdict_dir
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import goes_back
@@ -47,8 +47,6 @@ from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import Wave
 from nxd_ckpt.saving.writing import FileWriter, parent_of
 from nxd_ckpt.storage.transfer import SavePace
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ possible changes meanwhile, are in docs/decisions/024.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
@@ -24,6 +23,7 @@ import numpy as np
 from nxd_ckpt import effects
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.core.dcp_names import DcpChunk
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.names import DONE, folders_of, tensors_dirs
 from nxd_ckpt.core.tags import latest
@@ -38,8 +38,6 @@ from nxd_ckpt.storage.base import Reader, Storage, Version, Writer
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.transfer import SavePace
 from nxd_ckpt.tag.directory import list_tags
-
-logger = logging.getLogger("nxd_ckpt")
 
 _SMALL = 4 * 2**20
 """Size below which a file takes longer to open, sync and close than to write: such files go to several threads."""

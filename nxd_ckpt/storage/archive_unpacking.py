@@ -13,7 +13,6 @@ from __future__ import annotations
 import bz2
 import errno
 import gzip
-import logging
 import lzma
 import os
 import shutil
@@ -31,6 +30,7 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.storage.archive_storage import ArchiveFile
 from nxd_ckpt.storage.base import Reader, Storage
@@ -197,8 +197,6 @@ class _Joined(RawIOBase):
         self._piece = self._piece[count:]
         return count
 
-
-logger = logging.getLogger("nxd_ckpt")
 
 RATIO = 100
 """Maximum ratio of an archive's content to its bytes. Weights compress to half at best, gzip's limit is 1,000."""

@@ -440,7 +440,7 @@ def runs(ranges: Sequence[Range]) -> Iterator[ByteRun]:
     """Group neighbouring ranges; empty ones are left out."""
     begin = 0
     end = 0
-    together = list[Range]()
+    together: list[Range] = []
     for offset, buffer in ranges:
         if not len(buffer):
             continue

@@ -144,7 +144,7 @@ class LocalStorage(Storage):
         path = self._own(key)
         if key:
             _refuse_link(path)
-        missing = list[str]()
+        missing: list[str] = []
         folder = path
         while not (mode := _mode(folder)) and folder != os.path.dirname(folder):
             missing.append(folder)

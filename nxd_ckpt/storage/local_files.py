@@ -179,7 +179,7 @@ def _runs(ranges: Sequence[tuple[int, memoryview]]) -> Iterator[tuple[int, list[
     """Yield (offset, buffers to be filled one after the other) of every system call."""
     begin = 0
     end = 0
-    buffers = list[memoryview]()
+    buffers: list[memoryview] = []
     for offset, buffer in ranges:
         if buffers and 0 <= offset - end <= len(_HOLE) and len(buffers) < _BUFFERS and offset - begin < _BYTES:
             if offset > end:

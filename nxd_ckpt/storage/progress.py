@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nxd_ckpt import effects
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.units import size
-
-logger = logging.getLogger("nxd_ckpt")
 
 _PATIENCE = 2.0
 """Seconds before a bar is shown."""

@@ -147,7 +147,7 @@ def sync_path(path: Path | str) -> None:
 
 def missing_directories(path: str) -> list[str]:
     """Return ``path`` and the directories above it that do not exist, the innermost first."""
-    missing = list[str]()
+    missing: list[str] = []
     while not os.path.lexists(path):
         missing.append(path)
         path = os.path.dirname(path)

@@ -6,7 +6,6 @@ That is one tag, a file, or what another program wrote into a directory of its o
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import HEARTBEAT, JOURNAL
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, undated, undecided, validate_tag
@@ -46,8 +46,6 @@ from nxd_ckpt.tag.foreign.weight_files import has_weights
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.payload import PayloadFile
 from nxd_ckpt.tag.verification import verify_file
-
-logger = logging.getLogger("nxd_ckpt")
 
 _SWAP_TAKES = 10.0
 """Seconds that a live job may need to replace a tag (two renames and their syncs) before a reader intervenes."""

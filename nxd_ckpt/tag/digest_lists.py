@@ -33,7 +33,7 @@ def sums_of(files: TagFiles, names: Iterable[str]) -> bytes:
 def read_sums(files: TagFiles) -> dict[str, str]:
     """Return the SHA-256 of each file by its name. Raises MalformedFile."""
     where = files.where(SUMS)
-    sums = dict[str, str]()
+    sums: dict[str, str] = {}
     with parsing(where, "lines of a SHA-256 and a file's name"):
         for line in files.storage.read(files.key(SUMS)).decode().splitlines():
             match = _LINE.fullmatch(line)

@@ -8,7 +8,6 @@ is the checkpoint, listed as the tag ``""`` (``NO_TAG``), older than any other.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from nxd_ckpt.coordination.guests import entries_of, guests_of
 from nxd_ckpt.core.document import known_by_name
 from nxd_ckpt.core.limits import NOTE
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import (
     DONE,
@@ -42,8 +42,6 @@ from nxd_ckpt.tag.foreign import legacy, nemo
 from nxd_ckpt.tag.foreign.other_kinds import described, described_below
 from nxd_ckpt.tag.identity import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
-
-logger = logging.getLogger("nxd_ckpt")
 
 NO_TAG = ""
 _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}

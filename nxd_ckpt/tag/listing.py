@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination.control_files import pinned
 from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.names import describe, holes
 from nxd_ckpt.core.option_classes import takes
@@ -46,9 +46,6 @@ from nxd_ckpt.tag.identity import Identity, manifest_of, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.verify import files_of
-
-logger = logging.getLogger("nxd_ckpt")
-
 
 _LAST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
 """Latest time that can be written as a date."""
@@ -177,7 +174,7 @@ def opened_document(path: str, only: str | None, options: Options) -> tuple[dict
         TagReplaced: one was removed, or saved again, meanwhile.
     """
     storage = _open(path, options)
-    opened = dict[str, OpenTag]()
+    opened: dict[str, OpenTag] = {}
 
     def summarize(info: TagInfo, newest: TagInfo | None) -> dict[str, Any]:
         return _describe_tag(storage, info, newest, opened)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.document import as_written
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     import torch
 
     from nxd_ckpt.tag.reading import Leaf, LeafReader
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 class OpenTag:

@@ -261,7 +261,7 @@ class RangeReader(Closing):
         self._pool = ReadPool(files.storage.concurrency, _ALONE if files.storage.renames else 0)
         self.done: Counter = Counter()
         self._file = ""
-        self._ranges = list[Range]()
+        self._ranges: list[Range] = []
         self._nbytes = 0
         self._scratch_nbytes = 0
         self._longest = max(PIECE, files.storage.read_nbytes)

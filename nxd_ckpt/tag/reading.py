@@ -227,7 +227,7 @@ class LeafReader(Closing):
         self._records = VerifiedRecords(entries)
         self._ranges = RangeReader(files)
         self.done: Counter = self._ranges.done
-        self._blocks = dict[tuple[str, int, int], PendingBlock]()
+        self._blocks: dict[tuple[str, int, int], PendingBlock] = {}
         self._blocks_nbytes = 0
 
     def verify(self, leaf: Leaf, name: str, takes: Takes | None = None) -> None:

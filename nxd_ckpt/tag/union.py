@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, Manifest, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
@@ -20,8 +20,6 @@ from nxd_ckpt.tag.choosing import choose
 from nxd_ckpt.tag.identity import manifest_of
 from nxd_ckpt.tag.range_reader import ReadPool
 from nxd_ckpt.tag.verification import verify_file
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 class Substitute(NamedTuple):

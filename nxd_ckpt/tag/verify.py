@@ -7,7 +7,6 @@ a digest are counted. Missing files are found by the references between files.
 
 from __future__ import annotations
 
-import logging
 import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.core import names, units
 from nxd_ckpt.core.findings import collect_problems
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, TensorEntry
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
@@ -52,8 +52,6 @@ from nxd_ckpt.tag.identity import FOREIGN_MARK, Identity, is_noted, known_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.payload import refuse_numbers
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
-
-logger = logging.getLogger("nxd_ckpt")
 
 _CHUNK = 16 * 2**20
 _DEEPEST = 16
@@ -296,7 +294,7 @@ def _is_legacy(name: str) -> bool:
 def _verify_ours(opened: OpenTag, progress: bool) -> Verification:
     problems: list[str] = []
     entries = list(_entries(opened, problems))
-    missing = list[FileEntry]()
+    missing: list[FileEntry] = []
     verified = 0
     nbytes = sum(entry.nbytes for _, entry, _ in entries)
     done = Counter()

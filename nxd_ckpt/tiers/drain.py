@@ -8,7 +8,6 @@ two launches: the next one takes the newest tag of the first tier, and copies it
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.conversion.cp import copy_files
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import COPIES
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
@@ -32,8 +32,6 @@ from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.identity import note_damage
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import choose_nearest
-
-logger = logging.getLogger("nxd_ckpt")
 
 _COPIERS = 4
 """Files that a host copies at once: many are small, and stores answer slowly."""

@@ -10,7 +10,6 @@ this, since its own tag has all replicas.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.control_files import FETCHED, PROBES
 from nxd_ckpt.core import names
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
@@ -36,8 +36,6 @@ from nxd_ckpt.storage.hosts.wire import address_of, group_addresses
 from nxd_ckpt.storage.transfer import StoredFile, digest
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def join(storage: HostsStorage, tier: Tier, agreement: Agreement, timeout: float, copy_out: CopyOut) -> None:
@@ -269,7 +267,7 @@ def missing_copies(
     out.
     """
     load = Counter[int]()
-    fetches = list[Fetch]()
+    fetches: list[Fetch] = []
     for file in files:
         hosts_with_file = holders[file.name]
         free = sorted((host not in newcomers, load[host], host) for host in hosts if host not in hosts_with_file)

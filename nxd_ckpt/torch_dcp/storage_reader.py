@@ -7,7 +7,6 @@ needs.
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -28,6 +27,7 @@ from torch.futures import Future
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, names_of
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
@@ -49,8 +49,6 @@ from nxd_ckpt.tag.foreign.rank_items import is_present
 from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
-
-logger = logging.getLogger("nxd_ckpt")
 
 _TURN = 64 * 2**20
 """Bytes that are read at a time if they cannot be read directly into the target."""

@@ -6,7 +6,6 @@ Users import it from ``nxd_ckpt.adapters.dcp``.
 from __future__ import annotations
 
 import io
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -31,6 +30,7 @@ from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.arguments import plain_value
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, DcpPart, names_of
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain, recorded_metrics, rules_of
 from nxd_ckpt.core.suggestions import first_of
@@ -60,8 +60,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.system import require_locks
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, join, open_storage
 from nxd_ckpt.torch_dcp.dcp_save import CollectedState, DcpSave, StagedChunk, WrittenTensor, contents_of
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def read_value(data: bytes, name: str, trust_pickle: bool) -> Any:

@@ -425,7 +425,7 @@ class HostsStorage(Storage):
         return {*self._marks("")}
 
     def copies(self, key: str) -> dict[int, Storage]:
-        copies = dict[int, Storage]()
+        copies: dict[int, Storage] = {}
         for directory in self._order(key):
             with suppress(ConnectionError, TimeoutError):
                 if directory.is_file(key):
@@ -498,7 +498,7 @@ class HostsStorage(Storage):
     def _marks(self, top: str) -> dict[int, tuple[bytes | None, bytes | None]]:
         """Return marker and ``done`` of the directory ``top``, by host; without hosts that are away."""
         keys = [f"{top}/{name}".lstrip("/") for name in (self._names.marker, self._names.done)]
-        marks = dict[int, tuple[bytes | None, bytes | None]]()
+        marks: dict[int, tuple[bytes | None, bytes | None]] = {}
         for directory in self._all():
             with suppress(ConnectionError, TimeoutError):
                 marker, done = directory.peek(keys)

@@ -68,7 +68,7 @@ class RemoteDirectory:
         with self.naming():
             _check(isinstance(lengths, list) and len(lengths) == len(keys))
             _check(sum(0 if length is None else _length(length) for length in lengths) == len(data))
-        contents = list[bytes | None]()
+        contents: list[bytes | None] = []
         begin = 0
         for length in lengths:
             contents.append(None if length is None else data[begin : begin + length])
@@ -255,7 +255,7 @@ class RemoteReader:
         self._version = version
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        batch = list[tuple[int, memoryview]]()
+        batch: list[tuple[int, memoryview]] = []
         nbytes = 0
         for offset, buffer in ranges:
             view = memoryview(buffer).cast("B")

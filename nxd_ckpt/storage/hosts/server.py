@@ -6,7 +6,6 @@ go through the host's own directory, whose keys lead nowhere else.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.effects import in_forked_children, yield_disk_to_others, yield_processor_to_others
 from nxd_ckpt.errors import CheckpointError, MalformedFile
@@ -25,8 +25,6 @@ from nxd_ckpt.storage.base import Version, Writer
 from nxd_ckpt.storage.hosts.directory import OwnDirectory
 from nxd_ckpt.storage.hosts.wire import NAMED, Channel, Fields, listen, number
 from nxd_ckpt.storage.local_files import open_regular, version_of
-
-logger = logging.getLogger("nxd_ckpt")
 
 PIECE = 8 * 2**20
 """Maximum bytes of a file in one message."""

@@ -57,7 +57,7 @@ def group_addresses() -> list[str]:
     master = os.environ.get("MASTER_ADDR", "192.0.2.1")
     if _is_loopback(master):
         return ["127.0.0.1"]
-    addresses = list[str]()
+    addresses: list[str] = []
     with suppress(OSError):
         family, _, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -7,7 +7,6 @@ because its reply was lost is not taken for somebody else's. The library is boto
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -33,8 +32,6 @@ from nxd_ckpt.storage.base import (
 from nxd_ckpt.storage.s3.bucket import Bucket, ConditionFailed, OutOfRange, S3Options
 from nxd_ckpt.storage.s3.upload import S3Writer, put_if
 from nxd_ckpt.storage.wrapper import pause_after
-
-logger = logging.getLogger("nxd_ckpt")
 
 _TRIES = 10
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import logging
 import threading
 import uuid
 from bisect import insort
@@ -18,13 +17,11 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from nxd_ckpt import effects
+from nxd_ckpt.core.log import logger
 from nxd_ckpt.effects import in_forked_children
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket, ConditionFailed
 from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.wrapper import pause_after
-
-logger = logging.getLogger("nxd_ckpt")
-
 
 try:
     from isal.isal_zlib import crc32 as _crc32
