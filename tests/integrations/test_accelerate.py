@@ -1,5 +1,6 @@
 """accelerate's save_state with our checkpoints: what it resumes, what stays, what killed saves leave."""
 
+import errno
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
 )
 from nxd_ckpt.integrations.accelerate import Accelerator
+from nxd_ckpt.saving import ballot
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
@@ -60,6 +62,22 @@ def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path: Path, monkeypat
     monkeypatch.setattr(LocalStorage, "rename", slowly)
     Job(tmp_path).accelerator.save_state()
     assert 1 == Job(tmp_path).resume()
+
+
+def test_a_save_of_an_earlier_run_that_failed_does_not_stop_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was logged, and is not this run's: the load takes the checkpoint before it."""
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Job(tmp_path).run(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ballot, "write_index", full)
+        Job(tmp_path, Background).accelerator.save_state()
+        assert 1 == Job(tmp_path).resume()
+    assert "No space left on device" in caplog.text
 
 
 def test_a_checkpoint_is_a_tag_with_accelerates_files(tmp_path: Path) -> None:
