@@ -155,7 +155,7 @@ class Tally:
     Attributes:
         differing: elements that are not equal as numbers, including those that are NaN on one side only.
         nans: elements that are NaN on one side only.
-        max_difference: the largest ``|a - b|`` of the other elements; in float32's precision if neither has more.
+        max_difference: the largest ``|a - b|`` of the other elements.
     """
 
     def __init__(self) -> None:
@@ -178,24 +178,8 @@ class Tally:
         for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK), strict=True):
             if x.dtype == y.dtype and same_bytes(x, y):
                 self._norm += _finite_square(x)
-            elif not self._compare_singles(x, y):
+            else:
                 self._compare(x, y)
-
-    def _compare_singles(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Compare in float32, at half the cost of float64; False if a number is infinite, NaN, or too precise."""
-        if not (fits_single(a.dtype) and fits_single(b.dtype)):
-            return False
-        x = a.to(torch.float32)
-        y = b.to(torch.float32)
-        distance = torch.sub(x, y).abs_()
-        largest = float(distance.amax())
-        if not isfinite(largest):
-            return False
-        self.differing += int(torch.count_nonzero(distance.view(torch.int32)))  # counted faster; no zero is negative
-        self.max_difference = max(self.max_difference, largest)
-        self._difference += square(distance)
-        self._norm += square(x)
-        return True
 
     def _compare(self, a: torch.Tensor, b: torch.Tensor) -> None:
         x = exact(a)
