@@ -18,14 +18,14 @@ from nxd_ckpt.conversion.to_tar import to_tar
 from nxd_ckpt.core.option_classes import fields_of, options_of, takes
 from nxd_ckpt.errors import InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import ConvertKeywords, UnshardKeywords
+from nxd_ckpt.layouts.weight_files import WEIGHT_FILES
 from nxd_ckpt.migrate.migrate import Translation
 from nxd_ckpt.options.conversion import ConvertOptions, Form, UnshardOptions
 from nxd_ckpt.options.execution import OutputOptions
 from nxd_ckpt.output.locations import location_of, refuse_inside
 from nxd_ckpt.output.source import Source, find_source
 from nxd_ckpt.storage.urls import ARCHIVES, StrPath, is_url, join, local_path
-from nxd_ckpt.tag.foreign.recognise import Program
-from nxd_ckpt.tag.foreign.weight_files import WEIGHT_FILES
+from nxd_ckpt.tag.recognise import Program
 
 Write = Callable[[Source, StrPath, ConvertOptions], Converted]
 

@@ -18,12 +18,12 @@ from nxd_ckpt.core.retention_rules import Rule, rules_of
 from nxd_ckpt.core.tags import Tag, TagInfo, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import PruneKeywords
+from nxd_ckpt.layouts.files import require_directory
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
 from nxd_ckpt.options.execution import PruneOptions
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, open_storage
 from nxd_ckpt.tag.choosing import choose_tag, name_of, settled_tags
-from nxd_ckpt.tag.directory import require_directory
 from nxd_ckpt.tag.identity import Identity, of_latest
 from nxd_ckpt.tag.verify import Reading, lost_files, read_whole
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "nxd_ckpt"
 # From bottom to top: a module imports from its own folder and from those before. "" is nxd_ckpt/__init__.py itself.
 ORDER = (
     *("surroundings", "errors", "version", "core", "effects", "formats", "storage", "options", "live"),
-    *("coordination", "tag", "reshard", "commit", "hugging_face", "saving", "loading", "keywords", "output"),
+    *("coordination", "layouts", "tag", "reshard", "commit", "hugging_face", "saving", "loading", "keywords", "output"),
     *("torch_dcp", "conversion", "migrate", "tiers", "checkpoint", "checkpointer", "examine", "api", "prune"),
     *("converting", "verify", "adapters", "dcp", "drop_in", "", "run", "cli", "integrations", "emulation", "testing"),
 )
@@ -32,12 +32,12 @@ IMPURE = {
 }
 
 # What runs in a simulated world asks nxd_ckpt.effects for time and threads; peers watches connections of the system's.
-SIMULATED = ("coordination", "tag", "reshard", "commit", "hugging_face", "saving", "loading", "checkpointer")
+SIMULATED = ("coordination", "layouts", "tag", "reshard", "commit", "hugging_face", "saving", "loading", "checkpointer")
 TIME_AND_THREADS = {"time", "threading", "queue"}
 NOT_SIMULATED = ("nxd_ckpt.coordination.peers",)
 
 # They read and write files of checkpoints: nothing in them knows an object of a training.
-OFFLINE = ("tag", "reshard", "hugging_face", "output", "conversion", "migrate")
+OFFLINE = ("layouts", "tag", "reshard", "hugging_face", "output", "conversion", "migrate")
 
 # What looks at tags, checks, copies, keeps and removes them runs where there is no torch: folders, and modules.
 WITHOUT_TORCH = (

@@ -134,8 +134,8 @@ def _look(
 
     from nxd_ckpt.commit.voting import saves_in_flight
     from nxd_ckpt.examine.run_state import age_line, resume_line
+    from nxd_ckpt.layouts.files import require_directory
     from nxd_ckpt.storage.urls import open_storage
-    from nxd_ckpt.tag.directory import require_directory
     from nxd_ckpt.tag.listing import directory_document
 
     storage = open_storage(directory, storage_options=options)

@@ -27,17 +27,17 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, TagReplaced, UnsafePickle
 from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, dtype_name, iter_tensors
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles
 from nxd_ckpt.reshard.resharded_state import names_template, partitions_of_tag, partitions_template, recorded_parameters
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import choose_anything, find_by_path
 from nxd_ckpt.tag.directory import find_tag, list_tags
-from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.foreign.recognise import recognise
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.listing import locate, summary
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.recognise import recognise
 from nxd_ckpt.tag.verify import files_of
 
 if TYPE_CHECKING:

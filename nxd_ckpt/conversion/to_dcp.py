@@ -16,6 +16,8 @@ from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
+from nxd_ckpt.layouts.dcp_metadata import dump_metadata
+from nxd_ckpt.layouts.torch_dcp import METADATA
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import locate_apart
@@ -27,8 +29,6 @@ from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.surroundings import gc_paused
-from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
 
 _LARGE = 32 * 2**20

@@ -45,6 +45,8 @@ from nxd_ckpt.hugging_face.mappings import (
     with_head_of,
 )
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
+from nxd_ckpt.layouts.weight_files import INDEX, presharded_file
+from nxd_ckpt.layouts.whole_files import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images
@@ -66,10 +68,8 @@ from nxd_ckpt.output.source import Source
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.foreign.recognise import ADAPTER_SHARDS
-from nxd_ckpt.tag.foreign.weight_files import INDEX, presharded_file
-from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.side_by_side import Matched, SideBySide
 
 Presharded = Mapping[str, Mapping[str, Assembly | torch.Tensor]]

@@ -29,6 +29,8 @@ from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
 from nxd_ckpt.hugging_face.mappings import find_mapping, text_config, with_head_of
+from nxd_ckpt.layouts.hugging_face_directory import open_weights
+from nxd_ckpt.layouts.quantization import quantization_of
 from nxd_ckpt.loading.parts import positions_together
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, locate_output
@@ -38,10 +40,8 @@ from nxd_ckpt.reshard.resharded_state import checked_facts
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.surroundings import gc_paused
-from nxd_ckpt.tag.foreign.hugging_face_directory import open_weights
-from nxd_ckpt.tag.foreign.quantization import quantization_of
-from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.recognise import Program
 
 _SHARDED = ("zero1", "zero1_dcp")
 

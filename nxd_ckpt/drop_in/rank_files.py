@@ -29,6 +29,7 @@ from nxd_ckpt.drop_in.functions import plain
 from nxd_ckpt.errors import CheckpointNotFound, KeyMismatch, PartLost, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.environment import topology_of
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
@@ -36,7 +37,6 @@ from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import StrPath
-from nxd_ckpt.tag.files import MissingTensor, TagFiles
 from nxd_ckpt.tag.reading import LeafReader
 
 _NEW = ".nxd_ckpt.new"

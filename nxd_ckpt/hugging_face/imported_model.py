@@ -22,11 +22,11 @@ from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
 from nxd_ckpt.hugging_face.mapping import MappingRule, Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import HuggingFaceTensors, UnpackedTensors
 from nxd_ckpt.hugging_face.sizes import Sizes
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.layouts.nxd_tag import ModelOnly
+from nxd_ckpt.layouts.quantization import Quantization
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.quantization import Quantization
-from nxd_ckpt.tag.nxd_tag import ModelOnly
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,11 @@ from nxd_ckpt.hugging_face.hf_slice import ALL_RANKS, HfSlice, HfTensor, NxdTens
 from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
 from nxd_ckpt.hugging_face.sizes import Sizes
+from nxd_ckpt.layouts.quantization import refuse_quantized_dtype
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number
-from nxd_ckpt.tag.foreign.quantization import refuse_quantized_dtype
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.side_by_side import are_equal
 

@@ -25,6 +25,8 @@ from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, PartLost, Part
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, is_tensor
+from nxd_ckpt.layouts.files import MissingTensor
+from nxd_ckpt.layouts.payload import refuse_numbers
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.optimizer import check_class
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter
@@ -38,8 +40,6 @@ from nxd_ckpt.loading.trees import LoadTrees, local_tree, part_of
 from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import check_partitions
 from nxd_ckpt.reshard.saved_optimizer import is_number
-from nxd_ckpt.tag.files import MissingTensor
-from nxd_ckpt.tag.payload import refuse_numbers
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 from nxd_ckpt.tag.side_by_side import are_equal
 

@@ -26,11 +26,11 @@ from nxd_ckpt.hugging_face.mapped_tag import is_rounded
 from nxd_ckpt.hugging_face.mapping import Match
 from nxd_ckpt.hugging_face.mappings import find_mapping, is_known, own_names, text_config, with_head_of
 from nxd_ckpt.hugging_face.packed_tensors import UnpackedTensors
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.layouts.quantization import Quantization, quantization_of, refuse_quantized_dtype
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.loading.collective_checks import ComparedNames
 from nxd_ckpt.loading.options import LoadRequest
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.quantization import Quantization, quantization_of, refuse_quantized_dtype
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
 

@@ -37,8 +37,8 @@ from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
 from nxd_ckpt.surroundings import gc_paused
-from nxd_ckpt.tag.foreign.recognise import Program
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.recognise import Program
 
 
 class Translation:

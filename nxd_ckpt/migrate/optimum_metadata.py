@@ -19,10 +19,10 @@ from nxd_ckpt.core.parameter_names import is_adapter, without_base_layer
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.hugging_face.mappings import PREFIX
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.recognise import STAGE_METADATA
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.recognise import STAGE_METADATA
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _WHOLE = "modules_to_save"

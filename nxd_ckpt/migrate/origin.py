@@ -13,6 +13,11 @@ from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
 from nxd_ckpt.hugging_face.mappings import INFERENCE, NEMO, own_names
+from nxd_ckpt.layouts import legacy
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.hugging_face_directory import CONFIG
+from nxd_ckpt.layouts.torch_xla_files import RANDOM_STATES, is_trainers
+from nxd_ckpt.layouts.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.loading.load_attempt import unwrapped
 from nxd_ckpt.migrate.optimum_metadata import (
     SHARDED_METADATA,
@@ -27,13 +32,8 @@ from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.source import OF_THE_RUN, Source, open_as_tag, refuse_mixed_ranks
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names
 from nxd_ckpt.storage.urls import directory_and_name, join
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
-from nxd_ckpt.tag.foreign.recognise import Program
-from nxd_ckpt.tag.foreign.torch_xla_files import RANDOM_STATES, is_trainers
-from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.recognise import Program
 
 _OF_A_JOB = ("kv_size_multiplier", "hardware", "saved_param_names")
 """Options with facts that a job's checkpoint does not record."""

@@ -20,10 +20,10 @@ from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.torch_zip import check_digest
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.transfer import CopyPace, Progress, StoredFile, copy, digest, link, require_equal, sync
-from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.union import changed_everywhere
 from nxd_ckpt.tag.verify import Digested, DigestsInside, files_of, guests_in

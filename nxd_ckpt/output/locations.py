@@ -16,6 +16,7 @@ from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.errors import InvalidArgument
+from nxd_ckpt.layouts.files import require_directory
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.system import missing_directories, remove_empty
@@ -30,7 +31,7 @@ from nxd_ckpt.storage.urls import (
     open_storage,
 )
 from nxd_ckpt.tag.choosing import own_place
-from nxd_ckpt.tag.directory import clash, holds_tags, require_directory, tag_around
+from nxd_ckpt.tag.directory import clash, holds_tags, tag_around
 
 
 @dataclass(frozen=True)

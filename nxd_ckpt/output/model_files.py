@@ -23,15 +23,15 @@ from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.layouts.hugging_face_directory import CONFIG
+from nxd_ckpt.layouts.quantization import without_quantization
+from nxd_ckpt.layouts.weight_files import SINGLE
+from nxd_ckpt.layouts.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.output.output import matches
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StorageOptions, open_storage, options_for
 from nxd_ckpt.tag.choosing import own_place
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG
-from nxd_ckpt.tag.foreign.quantization import without_quantization
-from nxd_ckpt.tag.foreign.weight_files import SINGLE
-from nxd_ckpt.tag.foreign.whole_files import OPTIMIZER_DOCUMENT
 
 _MODEL = (CONFIG, "generation_config.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pkl")

@@ -17,6 +17,7 @@ from nxd_ckpt.coordination.lease import OutputLease, is_in_use_here
 from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, directories_to_make, remove_unused, settle
 from nxd_ckpt.output.source import Source
@@ -25,7 +26,6 @@ from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
 from nxd_ckpt.tag.digest_lists import SUMS, sums_of
-from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.verify import files_of
 

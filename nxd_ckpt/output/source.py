@@ -19,14 +19,14 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
+from nxd_ckpt.layouts.dcp_directory import DcpDirectory, entries_of
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, open_weights
 from nxd_ckpt.output.locations import Location, own_location, settled_input
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, join
 from nxd_ckpt.tag.choosing import ByPath, choose_tag, settle_swap
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, open_weights
-from nxd_ckpt.tag.foreign.recognise import Program, recognise
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.recognise import Program, recognise
 from nxd_ckpt.tag.verify import guests_in
 
 OF_THE_RUN = ("optimizer.pt", names.SCHEDULER, "trainer_state.json", "training_args.bin")

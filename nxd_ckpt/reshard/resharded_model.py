@@ -13,8 +13,8 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import ShapeMismatch, TopologyMismatch
 from nxd_ckpt.formats.crc32 import digest_of_value
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, form_of, is_tensor, iter_tensors, map_tensors
+from nxd_ckpt.layouts.files import MissingTensor
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
-from nxd_ckpt.tag.files import MissingTensor
 
 
 class ReshardedModel:

@@ -19,10 +19,10 @@ from nxd_ckpt.formats.crc32 import digest_of_value
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, STEP, restore_types
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, by_digest, digest_of, form_of, is_tensor, iter_tensors
+from nxd_ckpt.layouts.payload import refuse_numbers
 from nxd_ckpt.reshard.reshard_context import ReshardContext, assembled
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
 from nxd_ckpt.reshard.saved_optimizer import OptimizerNames, SavedOptimizer, SavedSlot, saved_optimizer
-from nxd_ckpt.tag.payload import refuse_numbers
 
 Covers = Callable[[str], bool]
 """A predicate on global names: True if the entry is to be left out."""

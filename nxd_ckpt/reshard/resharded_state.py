@@ -19,6 +19,7 @@ from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartLost, PartNo
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.tensors import Assembly, digest_of, form_of, is_tensor
+from nxd_ckpt.layouts.files import MissingTensor
 from nxd_ckpt.options.execution import BLANK, SavedNames
 from nxd_ckpt.reshard.reshard_context import ReshardContext
 from nxd_ckpt.reshard.resharded_model import ReshardedModel
@@ -32,7 +33,6 @@ from nxd_ckpt.reshard.saved_optimizer import (
     names_by_shape,
     recorded_names,
 )
-from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 
 

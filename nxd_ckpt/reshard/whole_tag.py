@@ -38,9 +38,9 @@ from nxd_ckpt.formats.tensors import (
     map_tensors,
     nbytes_of,
 )
+from nxd_ckpt.layouts.files import MissingTensor
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_state
-from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.verification import refuse_missing
 

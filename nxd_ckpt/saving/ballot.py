@@ -45,6 +45,7 @@ from nxd_ckpt.errors import (
     in_words,
     to_wire,
 )
+from nxd_ckpt.layouts.dcp_metadata import dump_metadata
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replica_check import lines_of, refuse_lines
 from nxd_ckpt.saving.replicas import Own
@@ -56,7 +57,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, copy, digest, link
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.foreign.dcp_metadata import dump_metadata
 
 
 def take(

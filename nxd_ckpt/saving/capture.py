@@ -20,6 +20,7 @@ from nxd_ckpt.formats.memory import is_shards
 from nxd_ckpt.formats.plain_data import check_picklable_as_data
 from nxd_ckpt.formats.state import ModelState, SaveState, State, StateTensor
 from nxd_ckpt.formats.tensors import Path, iter_tensors
+from nxd_ckpt.layouts.payload import is_model, is_optimizer
 from nxd_ckpt.live.data_position import is_random_state
 from nxd_ckpt.live.dtensor import is_dtensor
 from nxd_ckpt.live.ignoring import RANDOM_STATE, Ignoring
@@ -32,7 +33,6 @@ from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_unsuppor
 from nxd_ckpt.live.state_names import state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.saving.options import SaveOptions
-from nxd_ckpt.tag.payload import is_model, is_optimizer
 
 
 def leave_out(state: SaveState, ignoring: Ignoring, topology: Topology) -> SaveState:

@@ -362,7 +362,7 @@ _LEAVE_OUT = "leave use_zero1_dcp out: the plain files load on every rank"
 
 
 def plan_dcp(state: State, parameters: Sequence[str] | None, topology: Topology) -> list[PlannedFile]:
-    """Plan this rank's files of a ZeRO-1 optimizer in the form of NxD's ``use_zero1_dcp`` (tag.foreign.zero1_dcp).
+    """Plan this rank's files of a ZeRO-1 optimizer in the form of NxD's ``use_zero1_dcp`` (layouts.zero1_dcp).
 
     ``parameters`` are the names by index. A tensor that is cut over data-parallel ranks is a chunk on each: in a file
     of its own, without the padding rows, which torch DCP does not support; a rank that holds only padding of it has

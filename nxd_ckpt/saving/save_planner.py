@@ -26,11 +26,11 @@ from nxd_ckpt.formats.state import SaveState, State
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
+from nxd_ckpt.layouts.payload import checked_optimizer
 from nxd_ckpt.live.state_names import key_text, leaf_name
 from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values, is_below
-from nxd_ckpt.tag.payload import checked_optimizer
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 """Types whose values cannot change."""

@@ -1,1 +1,1 @@
-"""One tag on a storage: its files, opening, reading, verifying, and the listing of a directory."""
+"""One tag on a storage, or a directory of them: recognising, opening, reading, verifying, listing."""

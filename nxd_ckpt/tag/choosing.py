@@ -20,6 +20,12 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, undated, undecided, validate_tag
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, InvalidTag, MalformedFile
+from nxd_ckpt.layouts import nemo
+from nxd_ckpt.layouts.files import require_directory
+from nxd_ckpt.layouts.hugging_face_directory import WeightsLayout, open_weights
+from nxd_ckpt.layouts.payload import PayloadFile
+from nxd_ckpt.layouts.torch_dcp import holds_ranks, is_of_rank
+from nxd_ckpt.layouts.weight_files import has_weights
 from nxd_ckpt.storage.archive_storage import ArchiveStorage
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
@@ -36,15 +42,9 @@ from nxd_ckpt.tag.directory import (
     find_tag,
     is_whole_without_marks,
     list_tags,
-    require_directory,
 )
-from nxd_ckpt.tag.foreign import nemo
-from nxd_ckpt.tag.foreign.hugging_face_directory import WeightsLayout, open_weights
-from nxd_ckpt.tag.foreign.recognise import Program, open_as, recognise
-from nxd_ckpt.tag.foreign.torch_dcp import holds_ranks, is_of_rank
-from nxd_ckpt.tag.foreign.weight_files import has_weights
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.payload import PayloadFile
+from nxd_ckpt.tag.recognise import Program, open_as, recognise
 from nxd_ckpt.tag.verification import verify_file
 
 _SWAP_TAKES = 10.0

@@ -16,8 +16,8 @@ from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import checked, checked_key, integers, shown
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.errors import MalformedFile, PartLost
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.files import TagFiles
 
 SUMS = "SHA256SUMS"
 

@@ -32,54 +32,21 @@ from nxd_ckpt.core.names import (
     parse,
     spanned,
 )
-from nxd_ckpt.core.suggestions import closest, first_of
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import TagInfo
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile
+from nxd_ckpt.errors import CheckpointError, MalformedFile
+from nxd_ckpt.layouts import legacy, nemo
+from nxd_ckpt.layouts.files import meant_instead
+from nxd_ckpt.layouts.other_kinds import described, described_below
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
-from nxd_ckpt.tag.foreign import legacy, nemo
-from nxd_ckpt.tag.foreign.other_kinds import described, described_below
 from nxd_ckpt.tag.identity import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
 
 NO_TAG = ""
 _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
 _NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
-
-
-def require_directory(storage: Storage, key: str = "", what: str = "checkpoint directory") -> None:
-    """Raise CheckpointNotFound unless ``key``, described by ``what``, is a directory."""
-    if storage.is_dir(key):
-        return
-    where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
-    obstacle = f"{where} is a file" if storage.is_file(key) else None
-    if isinstance(storage, LocalStorage):
-        obstacle = storage.in_the_way(key)
-    if obstacle is not None:
-        raise CheckpointNotFound(f"{obstacle}, expected a directory: the {what}")
-    raise CheckpointNotFound(f"{what} {where} does not exist{_meant(storage, key)}")
-
-
-def _meant(storage: Storage, key: str) -> str:
-    """Return a question that names what may be meant by a directory that does not exist; "" if there is nothing.
-
-    On a file system that is one of its name a level below, as if a tag is named without its directory. Otherwise it is
-    the most similar neighbour.
-    """
-    looks_below = not key
-    if not key:
-        if not isinstance(storage, LocalStorage):
-            return ""
-        storage, key = LocalStorage(storage.root.parent), storage.root.name
-    above, _, name = key.rpartition("/")
-    try:
-        beside = [entry.name for entry in storage.list(above) if entry.is_dir]
-        below = (f"{folder}/{name}" for folder in beside if looks_below and storage.is_dir(f"{folder}/{name}"))
-        close = next(below, None) or closest(name, beside)
-    except (OSError, MalformedFile):
-        return ""
-    return "" if close is None else f"; did you mean {'/'.join(filter(None, (storage.url.rstrip('/'), above, close)))}?"
 
 
 def tag_around(storage: Storage) -> str | None:
@@ -255,7 +222,7 @@ def other_content(storage: Storage) -> str:
     """
     try:
         if not storage.is_dir(""):
-            return _meant(storage, "")
+            return meant_instead(storage, "")
         kind = _describe_other_kind(storage) or described_below(storage)
     except (OSError, CheckpointError):
         kind = None

@@ -30,6 +30,8 @@ from nxd_ckpt.errors import (
     TagReplaced,
     as_checkpoint_errors,
 )
+from nxd_ckpt.layouts import legacy
+from nxd_ckpt.layouts.files import TagFiles, require_directory
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import absolute, open_storage
 from nxd_ckpt.tag.choosing import around, choose, find_by_path, settled_tags, tag_meant
@@ -38,10 +40,7 @@ from nxd_ckpt.tag.directory import (
     describe_incomplete,
     holds_tags,
     is_tag,
-    require_directory,
 )
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign import legacy
 from nxd_ckpt.tag.identity import Identity, manifest_of, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.range_reader import in_parallel

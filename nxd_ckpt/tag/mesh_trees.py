@@ -30,7 +30,7 @@ from nxd_ckpt.formats.tensors import (
     iter_leaves,
     map_tensors,
 )
-from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.tag.verification import Entries, stub_of
 
 _PREFIXES = {names.MODEL_DIR: "model/", names.OPTIMIZER_DIR: "optim/"}

@@ -28,13 +28,13 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
+from nxd_ckpt.layouts.nxd_tag import TagLayout, layout_of
+from nxd_ckpt.layouts.payload import checked_rank_state
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
 from nxd_ckpt.tag.identity import Identity, is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.mesh_trees import MeshTrees
-from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
-from nxd_ckpt.tag.payload import checked_rank_state
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.tree_cache import TreeCache
 from nxd_ckpt.tag.verification import (

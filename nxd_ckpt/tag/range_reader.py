@@ -16,10 +16,10 @@ from nxd_ckpt import effects
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.formats import crc32
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.storage.arena import private_memory
 from nxd_ckpt.storage.base import HOLE, Closing, Reader, Storage
 from nxd_ckpt.storage.progress import Counter
-from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.verification import Digest, mismatch, naming
 
 _Key = TypeVar("_Key", bound=Hashable)

@@ -39,9 +39,9 @@ from nxd_ckpt.formats.assembly import (
 )
 from nxd_ckpt.formats.memory import allocated, byte_view, put_bytes, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, itemsize
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.storage.base import Closing
 from nxd_ckpt.storage.progress import Counter
-from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.range_reader import PIECE, Range, RangeReader
 from nxd_ckpt.tag.verification import Digest, naming
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, iter_tensors
-from nxd_ckpt.tag.files import MissingTensor
+from nxd_ckpt.layouts.files import MissingTensor
 
 Tree = dict[str, Any]
 

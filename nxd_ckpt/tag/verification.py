@@ -26,10 +26,10 @@ from nxd_ckpt.formats.tensors import (
     itemsize,
     iter_tensors,
 )
+from nxd_ckpt.layouts.files import MissingTensor, UnfinishedTensor
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.transfer import require_equal
-from nxd_ckpt.tag.files import MissingTensor, UnfinishedTensor
 
 Entries = dict[tuple[str, int], TensorEntry]
 """Tensors by file and offset of their first byte in it."""

@@ -38,19 +38,19 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.formats.torch_zip import read_directory
+from nxd_ckpt.layouts import legacy
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles
+from nxd_ckpt.layouts.payload import refuse_numbers
+from nxd_ckpt.layouts.torch_dcp import DcpFiles, read_metadata
+from nxd_ckpt.layouts.weight_files import OF_TORCH
 from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import Place, choose_anything
 from nxd_ckpt.tag.digest_lists import DIGESTS, SUMS, read_seal, read_sums, sha256_of
 from nxd_ckpt.tag.directory import NO_TAG
-from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
-from nxd_ckpt.tag.foreign.weight_files import OF_TORCH
 from nxd_ckpt.tag.identity import FOREIGN_MARK, Identity, is_noted, known_damage, mark_of, note_damage, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.payload import refuse_numbers
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 
 _CHUNK = 16 * 2**20

@@ -26,6 +26,7 @@ from nxd_ckpt.core.votes import Vote
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.tensors import Assembly, TensorReference, itemsize, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.layouts.dcp_directory import DcpTrees
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.saving.pending import Helpers
 from nxd_ckpt.saving.plan import SavePlan
@@ -34,7 +35,6 @@ from nxd_ckpt.saving.save_attempt import CollectedSave
 from nxd_ckpt.saving.staging import stage_and_write
 from nxd_ckpt.saving.writing import WRITERS, FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
-from nxd_ckpt.tag.foreign.dcp_directory import DcpTrees
 
 _STAGED = 128 * 2**20
 """Bytes that are staged at a time; more gains nothing, because the caller waits for the whole save."""
@@ -200,7 +200,7 @@ class WrittenTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class CollectedState:
-    """A state dict by DCP's names (see tag.foreign.dcp_directory.Entries).
+    """A state dict by DCP's names (see layouts.dcp_directory.Entries).
 
     ``written`` are tensors in files; ``values`` are other values, also tensors that were sent to rank 0. ``paths`` are
     the keys that lead to each.

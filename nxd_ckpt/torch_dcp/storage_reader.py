@@ -35,6 +35,10 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, 
 from nxd_ckpt.formats.assembly import box_of, cut_box
 from nxd_ckpt.formats.memory import allocated, distinct, repeats, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize
+from nxd_ckpt.layouts.dcp_directory import DcpDirectory, entries_of
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.rank_items import is_present
+from nxd_ckpt.layouts.torch_dcp import METADATA
 from nxd_ckpt.live.dtensor import tell_autograd
 from nxd_ckpt.live.parameters import refuse_short
 from nxd_ckpt.options.execution import SavedNames
@@ -43,10 +47,6 @@ from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, entries_of
-from nxd_ckpt.tag.foreign.rank_items import is_present
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
 

@@ -30,15 +30,15 @@ from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.formats.unpickle import unpickle
 from nxd_ckpt.hugging_face.mappings import find_mapping
 from nxd_ckpt.integrations.trainer_tags import TrainerTag
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.hugging_face_directory import CONFIG, HuggingFaceDirectory
+from nxd_ckpt.layouts.quantization import quantization_of
+from nxd_ckpt.layouts.torch_dcp import DcpFiles, read_metadata
+from nxd_ckpt.layouts.weight_files import INDEX
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive_storage import find_members
 from nxd_ckpt.tag.digest_lists import DIGESTS
 from nxd_ckpt.tag.directory import clash, is_checkpoint_of_ours_or_nxd, list_tags
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.hugging_face_directory import CONFIG, HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.quantization import quantization_of
-from nxd_ckpt.tag.foreign.torch_dcp import DcpFiles, read_metadata
-from nxd_ckpt.tag.foreign.weight_files import INDEX
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
 from tests.hostile import findings, servers, valid

@@ -22,9 +22,9 @@ from typing import Any
 from nxd_ckpt import Topology, convert, has_checkpoint, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.hugging_face.mappings import find_mapping
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hostile.damage import damaged, damaged_inside, damaged_json
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from nxd_ckpt import Topology, convert
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.names import rank_file
+from nxd_ckpt.layouts.weight_files import INDEX
 from nxd_ckpt.output import image_writer
 from nxd_ckpt.saving import planned_file
-from nxd_ckpt.tag.foreign.weight_files import INDEX
 from tests.hugging_face.reference import Job, Model, State
 from tests.interop.saving import save_as_every_rank
 

@@ -21,10 +21,10 @@ from nxd_ckpt.errors import (
     UnsafePickle,
     UnsupportedState,
 )
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.layouts.weight_files import INDEX
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.choosing import find_by_path
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.weight_files import INDEX
 from tests.formats.assemblies import read_leaf
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, live, write_config, write_model

@@ -17,10 +17,10 @@ from nxd_ckpt import Topology, convert, load_checkpoint
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.tensors import Assembly
+from nxd_ckpt.layouts import dequantizing
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.layouts.quantization import quantization_of
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.foreign import dequantizing
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
-from nxd_ckpt.tag.foreign.quantization import quantization_of
 from tests.formats.assemblies import read_leaf
 from tests.hugging_face.families import random_model
 from tests.hugging_face.reference import State

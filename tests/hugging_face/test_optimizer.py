@@ -17,8 +17,8 @@ from nxd_ckpt.errors import (
     PartNotFound,
     UnsupportedState,
 )
+from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.foreign.hugging_face_directory import HuggingFaceDirectory
 from tests.hugging_face import saved
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, save_job, use_small_waves, weights, write_as_nxd, write_config

@@ -11,8 +11,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nxd_ckpt import convert, diff_checkpoints, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
-from nxd_ckpt.tag.foreign import dequantizing
-from nxd_ckpt.tag.foreign.dequantizing import dequantized_mxfp4
+from nxd_ckpt.layouts import dequantizing
+from nxd_ckpt.layouts.dequantizing import dequantized_mxfp4
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.hugging_face.reference import Model, State
 from tests.hugging_face.saved import differences, live, weights, write_config, write_files

@@ -8,9 +8,9 @@ import torch
 
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.tensors import TensorStub, map_tensors
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.nxd_tag import TagLayout, layout_of
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.nxd_tag import TagLayout, layout_of
 from tests.core.documents import MANIFEST
 
 

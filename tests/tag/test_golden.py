@@ -8,8 +8,8 @@ import torch
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.layouts.files import MissingTensor
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.files import MissingTensor
 from nxd_ckpt.tag.verify import lost_files, lost_names
 from tests.golden.checkpoints import CONFIGURATIONS, saved
 from tests.tag.equality import difference

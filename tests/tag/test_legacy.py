@@ -9,8 +9,8 @@ import torch
 from nxd_ckpt import Topology, load_checkpoint
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import PartNotFound
+from nxd_ckpt.layouts.nxd_tag import TagLayout
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.tag.equality import difference
 from tests.tag.layouts import open_tag, save, whole
 from tests.tag.xser_files import save_xser

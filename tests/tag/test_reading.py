@@ -17,10 +17,10 @@ from nxd_ckpt.formats import assembly, crc32
 from nxd_ckpt.formats.assembly import blocks_of
 from nxd_ckpt.formats.memory import byte_view
 from nxd_ckpt.formats.tensors import Assembly, StorageSpan, TensorStub
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.output.image_writer import read_run
 from nxd_ckpt.storage.base import HOLE
 from nxd_ckpt.tag import reading
-from nxd_ckpt.tag.files import TagFiles
 from nxd_ckpt.tag.reading import LeafReader
 from nxd_ckpt.tag.verification import Entries
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation

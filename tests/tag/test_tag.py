@@ -9,8 +9,8 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub
 from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.layouts.files import MissingTensor
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.files import MissingTensor
 from tests.formats.helpers import rendered
 from tests.tag.equality import difference
 from tests.tag.layouts import open_tag, save, whole

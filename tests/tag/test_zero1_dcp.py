@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound, UnsafePickle
+from nxd_ckpt.layouts.nxd_tag import TagLayout
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.nxd_tag import TagLayout
 from tests.tag.equality import difference
 from tests.tag.layouts import open_tag, whole
 

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign import torch_dcp
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, read_metadata
+from nxd_ckpt.layouts import torch_dcp
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.torch_dcp import METADATA, DcpFiles, read_metadata
 from nxd_ckpt.testing.storage import MemoryStorage
 
 COUNT = 2000

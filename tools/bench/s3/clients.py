@@ -14,7 +14,7 @@ import torch
 
 from nxd_ckpt.formats.crc32 import crc32
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub
-from nxd_ckpt.tag.files import TagFiles
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.tag.reading import LeafReader
 
 BUCKET, REGION, KEY, SECRET = "bucket", "us-east-1", "access", "not-so-secret"

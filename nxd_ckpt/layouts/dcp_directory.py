@@ -28,10 +28,10 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, KeyMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, by_digest
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.rank_items import RankItems, is_present
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
-from nxd_ckpt.tag.payload import reading
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.payload import reading
+from nxd_ckpt.layouts.rank_items import RankItems, is_present
+from nxd_ckpt.layouts.torch_dcp import METADATA, Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
 
 
 class Form(Protocol):

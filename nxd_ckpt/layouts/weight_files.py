@@ -19,9 +19,9 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.nxd_tag import ModelOnly
-from nxd_ckpt.tag.payload import reading
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.nxd_tag import ModelOnly
+from nxd_ckpt.layouts.payload import reading
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"

@@ -186,7 +186,7 @@ class DequantizedStorage(StorageWrapper):
     def open(self, key: str) -> Reader:
         if key not in self._weights:
             return self.inner.open(key)
-        from nxd_ckpt.tag.foreign.dequantizing import reader_of
+        from nxd_ckpt.layouts.dequantizing import reader_of
 
         weight, numbers, scales = self._weights[key]
         return reader_of(weight, self.inner.open(numbers), self.inner.open(scales))

@@ -20,7 +20,7 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, iter_tensors, map_tensors, tensor_types
-from nxd_ckpt.tag.files import MissingTensor, TagFiles
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 

@@ -8,9 +8,9 @@ from fnmatch import filter as matching
 from typing import NamedTuple
 
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
+from nxd_ckpt.layouts import rank_items
+from nxd_ckpt.layouts.weight_files import ADAPTERS, has_weights, torch_files
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.foreign import rank_items
-from nxd_ckpt.tag.foreign.weight_files import ADAPTERS, has_weights, torch_files
 
 _DEPTH, _DIRECTORIES = 4, 100
 """Levels, and directories, below the one that was named, in which checkpoints are looked for."""

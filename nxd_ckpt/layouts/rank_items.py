@@ -26,9 +26,9 @@ from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound, Uns
 from nxd_ckpt.formats.dtensors import DTensorPart, layout_of, local_tensor
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, digest_of
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.torch_dcp import WholeForm, parsing_metadata
-from nxd_ckpt.tag.payload import Payload, checked_optimizer, is_optimizer, refuse_other_counts
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.payload import Payload, checked_optimizer, is_optimizer, refuse_other_counts
+from nxd_ckpt.layouts.torch_dcp import WholeForm, parsing_metadata
 
 METADATA = "metadata.pkl"
 _VERSION = "2.0"

@@ -24,9 +24,8 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.tensors import iter_tensors
-from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.payload import (
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles
+from nxd_ckpt.layouts.payload import (
     Payload,
     PayloadFile,
     checked_model,
@@ -35,6 +34,7 @@ from nxd_ckpt.tag.payload import (
     reading,
     refuse_other_counts,
 )
+from nxd_ckpt.storage.base import Storage
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})_pp_rank_(\d{3,})")
 _DP_RANK = re.compile(r"dp_rank_(\d{3,})")

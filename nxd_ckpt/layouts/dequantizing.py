@@ -21,8 +21,7 @@ import torch
 
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.tensors import itemsize
-from nxd_ckpt.storage.base import Reader
-from nxd_ckpt.tag.foreign.quantization import (
+from nxd_ckpt.layouts.quantization import (
     GROUP,
     GROUP_NBYTES,
     MXFP4_DTYPE,
@@ -31,6 +30,7 @@ from nxd_ckpt.tag.foreign.quantization import (
     Mxfp4Weight,
     QuantizedWeight,
 )
+from nxd_ckpt.storage.base import Reader
 
 
 def segments_of(

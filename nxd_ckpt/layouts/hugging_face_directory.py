@@ -18,10 +18,9 @@ from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import KeyMismatch, MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
-from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.directory import require_directory
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.quantization import (
+from nxd_ckpt.layouts.files import TagFiles, require_directory
+from nxd_ckpt.layouts.payload import Payload, PayloadFile, reading
+from nxd_ckpt.layouts.quantization import (
     BLOCKS,
     SCALES,
     DequantizedStorage,
@@ -33,9 +32,9 @@ from nxd_ckpt.tag.foreign.quantization import (
     refuse_companions,
     refuse_quantized_dtype,
 )
-from nxd_ckpt.tag.foreign.weight_files import WeightFiles, find_weights, tensors_of
-from nxd_ckpt.tag.foreign.whole_files import content_in, optimizer_in, scheduler_in
-from nxd_ckpt.tag.payload import Payload, PayloadFile, reading
+from nxd_ckpt.layouts.weight_files import WeightFiles, find_weights, tensors_of
+from nxd_ckpt.layouts.whole_files import content_in, optimizer_in, scheduler_in
+from nxd_ckpt.storage.base import Storage
 
 CONFIG = "config.json"
 

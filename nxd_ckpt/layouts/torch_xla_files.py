@@ -35,8 +35,8 @@ from nxd_ckpt.formats.tensors import (
     itemsize,
     iter_tensors,
 )
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.payload import (
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.payload import (
     Payload,
     PayloadFile,
     payload_of,

@@ -16,15 +16,14 @@ from nxd_ckpt.core.document import HEAD, instead_of_data, known_by_name
 from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.zip_directory import LOCAL_MARK
-from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.directory import find_tag
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign import legacy, nemo, rank_items, torch_xla_files, whole_files
-from nxd_ckpt.tag.foreign.dcp_directory import DcpDirectory, DcpTensors
-from nxd_ckpt.tag.foreign.other_kinds import holds_one_file
-from nxd_ckpt.tag.foreign.rank_items import RankItems
-from nxd_ckpt.tag.foreign.torch_dcp import METADATA, DcpFiles, TieredFiles, tiered_saves
-from nxd_ckpt.tag.foreign.weight_files import (
+from nxd_ckpt.layouts import legacy, nemo, rank_items, torch_xla_files, whole_files
+from nxd_ckpt.layouts.dcp_directory import DcpDirectory, DcpTensors
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.nxd_tag import TagLayout
+from nxd_ckpt.layouts.other_kinds import holds_one_file
+from nxd_ckpt.layouts.rank_items import RankItems
+from nxd_ckpt.layouts.torch_dcp import METADATA, DcpFiles, TieredFiles, tiered_saves
+from nxd_ckpt.layouts.weight_files import (
     WEIGHT_FILES,
     PreshardedFiles,
     has_weights,
@@ -32,7 +31,8 @@ from nxd_ckpt.tag.foreign.weight_files import (
     refuse_part,
     torch_files,
 )
-from nxd_ckpt.tag.nxd_tag import TagLayout
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.tag.directory import find_tag
 
 
 class Program(Enum):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nxd_ckpt.core import names
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.core.manifest import TensorEntry
-from nxd_ckpt.errors import CheckpointError, MalformedFile, PartLost, PartNotFound, TagReplaced
+from nxd_ckpt.core.suggestions import closest
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, MalformedFile, PartLost, PartNotFound, TagReplaced
 from nxd_ckpt.formats import torch_zip
 from nxd_ckpt.formats.recorded_tree import tree_of
 from nxd_ckpt.formats.safetensors import read_header
@@ -33,6 +34,7 @@ from nxd_ckpt.formats.tensors import (
 from nxd_ckpt.formats.unpickle import Leaf
 from nxd_ckpt.formats.zip_directory import has_digests
 from nxd_ckpt.storage.base import MemoryReader, Reader, Storage, pread_of
+from nxd_ckpt.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     import torch
@@ -381,3 +383,37 @@ class TagFiles:
             raise MalformedFile(f"{where}: {file} is shorter than its contents need: {error}") from error
         except CheckpointError as error:
             raise type(error)(f"{where}: {error}") from error
+
+
+def require_directory(storage: Storage, key: str = "", what: str = "checkpoint directory") -> None:
+    """Raise CheckpointNotFound unless ``key``, described by ``what``, is a directory."""
+    if storage.is_dir(key):
+        return
+    where = f"{storage.url.rstrip('/')}/{key}" if key else storage.url
+    obstacle = f"{where} is a file" if storage.is_file(key) else None
+    if isinstance(storage, LocalStorage):
+        obstacle = storage.in_the_way(key)
+    if obstacle is not None:
+        raise CheckpointNotFound(f"{obstacle}, expected a directory: the {what}")
+    raise CheckpointNotFound(f"{what} {where} does not exist{meant_instead(storage, key)}")
+
+
+def meant_instead(storage: Storage, key: str) -> str:
+    """Return a question that names what may be meant by a directory that does not exist; "" if there is nothing.
+
+    On a file system that is one of its name a level below, as if a tag is named without its directory. Otherwise it is
+    the most similar neighbour.
+    """
+    looks_below = not key
+    if not key:
+        if not isinstance(storage, LocalStorage):
+            return ""
+        storage, key = LocalStorage(storage.root.parent), storage.root.name
+    above, _, name = key.rpartition("/")
+    try:
+        beside = [entry.name for entry in storage.list(above) if entry.is_dir]
+        below = (f"{folder}/{name}" for folder in beside if looks_below and storage.is_dir(f"{folder}/{name}"))
+        close = next(below, None) or closest(name, beside)
+    except (OSError, MalformedFile):
+        return ""
+    return "" if close is None else f"; did you mean {'/'.join(filter(None, (storage.url.rstrip('/'), above, close)))}?"

@@ -24,8 +24,8 @@ from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, map_tensors
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.torch_dcp import Chunk, DcpFiles, WholeForm, read_metadata
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.torch_dcp import Chunk, DcpFiles, WholeForm, read_metadata
 
 _NAME = re.compile(r"(?P<path>.+?)(?:\|pp-(?P<pp>\d{4,18}))?(?:\|tp-(?P<tp>\d{4,18}))?", re.DOTALL)
 _BY_NAME = ("base_state", "sharded_master_weights")

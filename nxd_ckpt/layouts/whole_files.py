@@ -25,9 +25,9 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import TensorStub
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.foreign.weight_files import by_index, find_weights, has_weights
-from nxd_ckpt.tag.payload import Payload, PayloadFile, checked_dict, names_of_groups, payload_of
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.payload import Payload, PayloadFile, checked_dict, names_of_groups, payload_of
+from nxd_ckpt.layouts.weight_files import by_index, find_weights, has_weights
 
 OPTIMIZER = "optimizer.safetensors"
 OPTIMIZER_INDEX = f"{OPTIMIZER}.index.json"

@@ -9,7 +9,7 @@ NxD        layout
 ZeRO-1     ``DIR/optim.dp_rank_00.tp_rank_00``, one ``torch.save`` file a rank
 =========  ====================================================================================
 
-A payload is the object that the script passed (see `nxd_ckpt.tag.payload`); an optimizer's state dict may be in a
+A payload is the object that the script passed (see `nxd_ckpt.layouts.payload`); an optimizer's state dict may be in a
 directory of its own. Lightning keeps such a directory for each of its ``.ckpt``.
 """
 
@@ -25,8 +25,8 @@ from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.names import ParsedName, describe, spanned
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.tag.files import TagFiles
-from nxd_ckpt.tag.payload import Payload, PayloadFile, checked_optimizer, payload_of, reading, refuse_other_counts
+from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.payload import Payload, PayloadFile, checked_optimizer, payload_of, reading, refuse_other_counts
 
 _PAYLOAD = re.compile(r"tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?)?")
 _ZERO1 = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
@@ -61,7 +61,7 @@ def _payload_file(files: TagFiles, name: str) -> str:
 
 
 class LegacyTag(PayloadFile):
-    """Layout (`nxd_ckpt.tag.nxd_tag.TagLayout`) of one such directory."""
+    """Layout (`nxd_ckpt.layouts.nxd_tag.TagLayout`) of one such directory."""
 
     def __init__(self, files: TagFiles) -> None:
         self.files: TagFiles = files

@@ -22,8 +22,8 @@ from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine
 from nxd_ckpt.formats.safe_globals import global_of
 from nxd_ckpt.formats.tensors import dtype_name, itemsize, torch_class
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.files import TagFiles
 
 METADATA = ".metadata"
 

@@ -19,10 +19,10 @@ from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import restore_types
 from nxd_ckpt.formats.tensors import iter_tensors
-from nxd_ckpt.tag.files import MissingTensor, TagFiles
-from nxd_ckpt.tag.foreign import legacy
-from nxd_ckpt.tag.foreign.zero1_dcp import Zero1Dcp
-from nxd_ckpt.tag.payload import checked_dict, checked_model, checked_optimizer, is_model, is_optimizer, reading
+from nxd_ckpt.layouts import legacy
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles
+from nxd_ckpt.layouts.payload import checked_dict, checked_model, checked_optimizer, is_model, is_optimizer, reading
+from nxd_ckpt.layouts.zero1_dcp import Zero1Dcp
 
 
 class TagLayout(Protocol):

@@ -1,0 +1,1 @@
+"""How programs lay out a checkpoint: NxD of every age, and other programs, one in each module."""

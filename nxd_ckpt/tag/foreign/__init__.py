@@ -1,1 +1,0 @@
-"""Checkpoint layouts of other programs, read like a tag."""
