@@ -39,7 +39,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.choosing import ByPath, Opens, around, find_by_path, with_given_model
-from nxd_ckpt.tag.identity import of_latest
+from nxd_ckpt.tag.identity import of_latest, require_one_save
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.union import TagSource, choose_nearest
 
@@ -232,17 +232,7 @@ def _require_one_save(agreement: Agreement, attempt: LoadAttempt) -> None:
 def _require_same(agreement: Agreement, identity: str) -> None:
     """Raise RanksDisagree, on all ranks, unless all are about to load the same."""
     identities = agreement.gather(identity)
-
-    def compare() -> None:
-        for rank, its_identity in enumerate(identities or ()):
-            if its_identity != identity:
-                raise RanksDisagree(
-                    f"rank 0 loads {identity}, rank {rank} {its_identity}; all ranks must make the "
-                    "same calls, in the same order, and load the same save; without a manifest of ours, from the same "
-                    "path"
-                )
-
-    decided_by_rank0(agreement, compare)
+    decided_by_rank0(agreement, partial(require_one_save, identities or ()))
 
 
 def _common_tag(requests: Sequence[Sequence[Any]]) -> Tag | None:

@@ -337,9 +337,8 @@ class LoadAttempt:
 
     @property
     def identity(self) -> str:
-        """Identity of the save, independent of its place; without a manifest of ours, its place."""
-        manifest = self._opened.manifest
-        return self._opened.where if manifest is None else f"{manifest.tag!r} of attempt {manifest.attempt}"
+        """Name of the save; see `OpenTag.save_name`."""
+        return self._opened.save_name
 
 
 class PreparedLoad:

@@ -15,7 +15,7 @@ save of that name has another fingerprint.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 from uuid import uuid4
@@ -30,6 +30,7 @@ from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     MalformedFile,
+    RanksDisagree,
     TagReplaced,
     UnsafePickle,
 )
@@ -183,6 +184,16 @@ def of_latest(looks_again: bool, read: Callable[[], T]) -> T:
             if not looks_again:
                 raise
     return read()
+
+
+def require_one_save(saves: Sequence[str | None]) -> None:
+    """Raise RanksDisagree unless the ranks, in order, are about to load one save; see `OpenTag.save_name`."""
+    for rank, save in enumerate(saves):
+        if save != saves[0]:
+            raise RanksDisagree(
+                f"rank 0 loads {saves[0]}, rank {rank} {save}; all ranks must make the same calls, in the same order, "
+                "and load the same save; without a manifest of ours, from the same path"
+            )
 
 
 def _copy_in(storage: Storage, tag: str) -> str:

@@ -128,6 +128,11 @@ class OpenTag:
         return None if self.identity is None else self.identity.fingerprint
 
     @property
+    def save_name(self) -> str:
+        """Name of the save for other ranks, independent of its place; without a manifest of ours, its place."""
+        return self.where if self.manifest is None else f"{self.manifest.tag!r} of attempt {self.manifest.attempt}"
+
+    @property
     def copy(self) -> str | None:
         """Identity of this copy of the save; None without a tag."""
         return None if self.identity is None else self.identity.copy

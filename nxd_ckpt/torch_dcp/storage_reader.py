@@ -47,6 +47,7 @@ from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
+from nxd_ckpt.tag.identity import require_one_save
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import LeafReader
 
@@ -151,11 +152,15 @@ class StorageReader(TorchStorageReader):
         """Do nothing: there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged: this rank reads its own items."""
-        return plan
+        """Return the plan with the save that this rank reads its own items from."""
+        return replace(plan, storage_data=self._open()[0].save_name)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Return the plans unchanged.
+
+        Raises RanksDisagree, which torch raises on all ranks, if they are of two saves.
+        """
+        require_one_save([plan.storage_data for plan in plans])
         return plans
 
     @as_checkpoint_errors()

@@ -122,3 +122,15 @@ def refused_on_one(rank: int, directory: Path) -> str:
     except CheckpointException as error:
         return told(error)
     return "nothing"
+
+
+def of_two_saves(rank: int, directory: Path) -> tuple[str, list[float]]:
+    """Rank 1 sees an older tag as the newest: what both are told, and what they have then."""
+    for step in range(2):
+        dcp.save({"model": {"w": torch.full((3,), float(step))}}, checkpoint_id=directory / f"step_{step}")
+    state = {"model": {"w": torch.full((3,), 7.0)}}
+    try:
+        dcp.load(state, checkpoint_id=directory / f"step_{1 - rank}")
+    except CheckpointException as error:
+        return told(error), state["model"]["w"].tolist()
+    return "nothing", state["model"]["w"].tolist()

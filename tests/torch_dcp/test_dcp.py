@@ -278,3 +278,11 @@ def test_a_save_names_a_tensor_that_no_tag_holds(tmp_path: Path, layout: torch.l
 def test_what_one_rank_refuses_all_hear(tmp_path: Path, pair: RankPool) -> None:
     """A class that differs on one rank ends the load on both."""
     assert all("model.w was saved as" in words for words in pair.run(switched.refused_on_one, tmp_path))
+
+
+def test_ranks_that_read_two_saves_are_refused(tmp_path: Path, pair: RankPool) -> None:
+    """As of a directory that one of them sees late; nothing is loaded."""
+    for words, loaded in pair.run(switched.of_two_saves, tmp_path):
+        assert "rank 0 loads 'step_1' of attempt" in words
+        assert "rank 1 'step_0' of attempt" in words
+        assert [7.0] * 3 == loaded
