@@ -47,6 +47,8 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "float8_e8m0fnu",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "I16": "int16",
     "U16": "uint16",
     "F16": "float16",
@@ -60,7 +62,7 @@ _DTYPES = {
     "C64": "complex64",
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_OTHERS = ("F4", "F6_E2M3", "F6_E3M2", "F8_E5M2FNUZ", "F8_E4M3FNUZ")
+_OTHERS = ("F4", "F6_E2M3", "F6_E3M2")
 """Dtypes of newer files that torch has no tensors for, or that our files cannot hold."""
 
 
@@ -130,7 +132,7 @@ def lay_out(tensors: Iterable[TensorForm], metadata: Mapping[str, str]) -> Safet
                 "tensor, or write torch files (.pt)"
             )
         if form.dtype not in _NAMES:
-            raise UnsupportedState(f"{form.name}: safetensors files cannot hold {form.dtype}; cast it, with dtype=")
+            raise UnsupportedState(f"{form.name}: safetensors files cannot hold {form.dtype}; write torch files (.pt)")
         offsets = [at, at + form.nbytes]
         header[form.name] = {"dtype": _NAMES[form.dtype], "shape": list(form.shape), "data_offsets": offsets}
         storages.append(StorageRecord(at, form.nbytes))

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from nxd_ckpt.core.document import instead_of_data, parsing
@@ -172,8 +173,9 @@ def _name(value: Any) -> str:
 def _keys(path: Any) -> tuple[Any, ...]:
     """Check and return the keys that lead to an entry: keys of dicts or lists."""
     keys = tuple(path) if isinstance(path, (tuple, list)) else ()
-    if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, (str, int, float)) for key in keys):
+    if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, (str, int, float, tuple, NoneType)) for key in keys):
         raise MalformedFile(f"expected the keys that lead to an entry, found {shown(path)}")
+    hash(keys)  # which raises for a list in a tuple
     return keys
 
 

@@ -128,7 +128,7 @@ def test_what_the_library_refuses_we_refuse(state: States, data: st.DataObject) 
             header_of(bytes(raw))
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E4M3FNUZ"])
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
 def test_dtypes_without_tensors_are_named(dtype: str) -> None:
     with pytest.raises(UnsupportedState, match=f"'a' is {dtype}"):
         header_of(file_of({"a": {"dtype": dtype, "shape": [4], "data_offsets": [0, 3]}}, b"xxx"))
@@ -136,5 +136,5 @@ def test_dtypes_without_tensors_are_named(dtype: str) -> None:
 
 def test_a_dtype_that_the_format_lacks_is_refused() -> None:
     """Naming the tensor, before anything is written."""
-    with pytest.raises(UnsupportedState, match=r"wave: .*complex128.*dtype="):
+    with pytest.raises(UnsupportedState, match=r"wave: .*complex128.*\.pt"):
         lay_out([TensorForm("wave", "complex128", (2,))], {})

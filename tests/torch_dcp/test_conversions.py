@@ -278,7 +278,8 @@ def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
     optimizer.step()
     endless: list[Any] = [1]
     endless.append(endless)
-    content = {"rng": [torch.ones(2), torch.zeros(2)], "counts": {0: "a", 1: "b"}, "by": {7: 1}, "endless": endless}
+    by = {7: 1, (1, "x"): 2, None: 3}
+    content = {"rng": [torch.ones(2), torch.zeros(2)], "counts": {0: "a", 1: "b"}, "by": by, "endless": endless}
     model = {**dict(zip(names, parameters, strict=True)), "w._extra_state": extra}
     save_checkpoint(tmp_path, "a", model, optimizer, user_content=content, param_names=[names])
     before = open_checkpoint(tmp_path, "a")
@@ -294,6 +295,7 @@ def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
         assert difference(extra, {key: found[key] for key in extra}) is None
         assert len(before.param_groups) == len(after.param_groups) == 1
         assert ["a", "b"] == [after.user_content()["counts"][key] for key in (0, 1)]
+        assert by == after.user_content()["by"]
     for reader in (FileSystemReader(tmp_path / "dcp-False"), StorageReader(tmp_path / "a")):
         state: dict[str, Any] = {
             "model": {
