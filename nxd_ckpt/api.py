@@ -62,7 +62,7 @@ def _begin_anew() -> None:
 in_forked_children(_begin_anew)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(SaveOptions, CheckpointerOptions)
 def save_checkpoint(
     checkpoint_dir_str: StrPath | None = None,
@@ -126,7 +126,7 @@ def save_checkpoint(
         return checkpointer.save(*saved, **keywords)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(LoadOptions, DirectoryOptions)
 def load_checkpoint(
     path: StrPath | None = None,
@@ -186,7 +186,7 @@ def load_checkpoint(
     return loaded.user_content
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def has_checkpoint(
     checkpoint_dir_str: StrPath | None = None,
@@ -210,7 +210,7 @@ def has_checkpoint(
     return places.have_checkpoint(meet(topology.rank, topology.world_size, DEFAULT_TIMEOUT, "has_checkpoint"))
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(DirectoryOptions)
 def remove_checkpoint(
     path: StrPath,
@@ -247,7 +247,7 @@ def remove_checkpoint(
         return checkpointer.remove(*tags, pinned=pinned, dry_run=dry_run)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 def remove_later(path: StrPath, tags: Sequence[Tag], topology: Topology | None = None) -> Event | None:
     """Remove tags of a directory that this process saves to as `Checkpointer.remove_later` does; None elsewhere."""
     with _lock:

@@ -87,13 +87,13 @@ class Checkpoint:
         return self._opened.manifest
 
     @property
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def topology(self) -> Topology:
         """The sizes it was saved on, seen from rank 0."""
         return self._opened.topology
 
     @property
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def parts(self) -> Parts:
         """The parts that it holds."""
         return self._opened.parts
@@ -109,14 +109,14 @@ class Checkpoint:
         return not (self._arguments.options.partitions or self._arguments.options.saved_param_names)
 
     @cached_property
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def whole(self) -> WholeTag:
         """The tag as global tensors, for tools."""
         options = self._arguments.options
         return WholeTag(self._opened, partitions=options.partitions, saved_param_names=options.saved_param_names)
 
     @cached_property
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def metadata(self) -> Mapping[str, GlobalTensor]:
         """Every tensor of model and optimizer by its name, with dtype, shape, bytes and partition. Reads no tensor.
 
@@ -138,21 +138,21 @@ class Checkpoint:
         ]
 
     @property
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def values(self) -> Mapping[str, Any]:
         """Values that are no tensors, by names of the same kind: steps that are Python numbers, extra state."""
         with self._opened.guarded():
             return MappingProxyType(self.whole.values)
 
     @property
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def param_groups(self) -> list[dict[str, Any]]:
         """Options of each of the optimizer's param groups, with the names of its parameters under "params"."""
         with self._opened.guarded():
             groups: list[dict[str, Any]] = self._read(self.whole.param_groups)
         return groups
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def read(self, name: str, box: Box | slice | tuple[slice, ...] | None = None) -> torch.Tensor:
         """Read the tensor of that name, or its part inside ``box``, to the CPU. Its digests are verified.
 
@@ -177,7 +177,7 @@ class Checkpoint:
             read += [fragment.stub.file for fragment in Assembly.of(leaf).fragments]
             return self._opened.put_together(leaf, name)
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def model_state(self, rank: int = 0) -> dict[str, Any]:
         """Return the model's state dict as the global ``rank`` held it, on the CPU.
 
@@ -188,25 +188,25 @@ class Checkpoint:
             state: dict[str, Any] = self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
         return state
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """Return the optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
         with self._opened.guarded():
             state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
         return state
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def scheduler_state(self) -> Any:
         with self._opened.guarded():
             return self._read(self._opened.scheduler())
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def user_content(self) -> Any:
         """Return the user content; None if there is none."""
         with self._opened.guarded():
             return self._read(self._opened.user_content())
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def rank_content(self, rank: int) -> Any:
         """Return the content that the global ``rank`` saved for itself."""
         with self._opened.guarded():
@@ -217,7 +217,7 @@ class Checkpoint:
         return self._opened.read_all(tree)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(OpenOptions)
 def open_checkpoint(path: StrPath, tag: Tag | None = None, **options: Unpack[OpenKeywords]) -> Checkpoint:
     """Open a checkpoint for reading. The keywords are the fields of `nxd_ckpt.options.execution.OpenOptions`.
@@ -261,7 +261,7 @@ def get_checkpoint_metadata(
     return of_latest(tag is None, lambda: open_checkpoint(path, tag, **options).metadata)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(OpenOptions, DownloadOptions)
 def load_keys(
     path: StrPath, keys: Iterable[str], tag: Tag | None = None, **options: Unpack[LoadKeysKeywords]

@@ -69,7 +69,7 @@ class Checkpointer(ClosesUnheld):
     A Checkpointer that nobody holds any more finishes its saves in the background, and gives the directory back.
     """
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes(*JobOptions.kinds())
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Checkpointer(ClosesUnheld):
         return f"<Checkpointer {self.storage.url!r}: {state}, rank {self.topology.rank} of {self.topology.world_size}>"
 
     @counts_at_exit
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes(SaveOptions, checks=False)
     def save(
         self,
@@ -174,7 +174,7 @@ class Checkpointer(ClosesUnheld):
             await_decided(attempt, pending, shown=self.options.progress and self.topology.rank == 0)
         return pending.future
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes(LoadOptions, checks=False)
     def load(
         self,
@@ -209,7 +209,7 @@ class Checkpointer(ClosesUnheld):
         """
         return self.load_objects(tag, (model, optimizer, scheduler, state), options, lasting=True).user_content
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes(LoadOptions, checks=False)
     def load_latest(
         self,
@@ -275,17 +275,17 @@ class Checkpointer(ClosesUnheld):
         more = (chosen, self.options.timeout, state, self._places.place)
         return LoadRequest(self.topology, ranks, model, optimizer, scheduler, *more)
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def latest_step(self) -> int | None:
         """Return the step of the newest complete tag that has one in its name; None without any. All ranks call it."""
         return self._ask("latest_step", lambda places: next((tag.step for tag in reversed(steps_of(places))), None))
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def all_steps(self) -> list[int]:
         """Return the steps of all complete tags, the numbers in their names, oldest save first. All ranks call it."""
         return self._ask("all_steps", lambda places: [tag.step for tag in steps_of(places)])
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes()
     def best_step(self, metric: str, mode: Literal["min", "max"] = "min") -> int | None:
         """Return the step with the lowest ``metric`` of all that were saved with ``metrics=``. All ranks call it.
@@ -323,7 +323,7 @@ class Checkpointer(ClosesUnheld):
 
         return self._pipeline.save(call, None if self._has_saved else self._open, attempt_of)
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes()
     def step(self, number: int) -> bool:
         """Return whether to save now, and stop: a rank was told that it is about to be stopped (``preemption=``).
@@ -343,7 +343,7 @@ class Checkpointer(ClosesUnheld):
         self._require_open("makes no further step")
         return self._preemption.step(number, lambda: self._meet("step"))
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes()
     def should_save(self, step: int) -> bool:
         """Return whether to save after this step, by ``every=`` and ``every_minutes=``. All ranks get the same.
@@ -360,7 +360,7 @@ class Checkpointer(ClosesUnheld):
         self._require_open("makes no further step")
         return self._schedule.is_due(step, lambda: self._meet("should_save"))
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def check_replicas(
         self, model: Any = None, optimizer: Any = None, *, state: Mapping[str, Any] | None = None
     ) -> None:
@@ -383,7 +383,7 @@ class Checkpointer(ClosesUnheld):
             options, objects = SaveOptions(), (model, optimizer, None, None, None, state)
             refuse_differences(agreement, self.topology, lambda: capture(self.topology, options, *objects))
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes()
     def remove(self, *tags: Tag, pinned: bool = False, dry_run: bool = False) -> Removed:
         """Remove tags of this directory, like ``nxd_ckpt.remove_checkpoint``."""
@@ -440,12 +440,12 @@ class Checkpointer(ClosesUnheld):
         """True if a save failed, and the failure is still to be raised."""
         return self._in_flight.has_unreported
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def rest(self) -> None:
         """Finish saves in flight, and release directory and memory until the next save. Raises no save's failure."""
         self._shut(None, final=False)
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes()
     def wait(self, tier: int = 0) -> None:
         """Wait for every save in flight; raise the first failure that was not raised before.
@@ -461,7 +461,7 @@ class Checkpointer(ClosesUnheld):
             with self._lock.held(f"wait for tier {tier}"):
                 self._places.wait(tier, self._meet(f"wait for tier {tier}"))
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def close(self) -> None:
         """Finish saves in flight, release the directory and the memory, raise the first failure that was not raised.
 
@@ -469,7 +469,7 @@ class Checkpointer(ClosesUnheld):
         """
         self.release(final=True)
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def release(self, *, final: bool = False) -> None:
         """Do the same as `close`, but unless it is ``final`` the next save takes directory and memory again."""
         require_own(self._pid, self.storage.url)
@@ -485,7 +485,7 @@ class Checkpointer(ClosesUnheld):
         forget(self)
         self._in_flight.raise_unreported()
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def __enter__(self) -> Checkpointer:
         """Return this Checkpointer. One that will save, by its options, takes the directory: see `DirectoryInUse`."""
         if os.getpid() == self._pid:
@@ -497,14 +497,14 @@ class Checkpointer(ClosesUnheld):
                 raise
         return self
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.abandon()
         elif os.getpid() == self._pid:  # else a forked child leaves its parent's block: nothing here is its own
             self.close()
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def abandon(self, grace: float | None = _GRACE) -> None:
         """Close after an exception: write this rank's own bytes, then wait at most ``grace`` seconds for the others."""
         if os.getpid() == self._pid:  # else a forked child: nothing here is its own
@@ -525,7 +525,7 @@ class Checkpointer(ClosesUnheld):
         self._has_saved = True
         return planned
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def hold(self) -> None:
         """Take the directory before the first save; all ranks call this. Raises DirectoryInUse."""
         with self._lock.held("hold"):

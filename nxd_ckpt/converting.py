@@ -72,7 +72,7 @@ FORMS: Mapping[tuple[Form, str], tuple[Write, str]] = {
 _OF_DCP = (Program.TORCH_DCP, Program.TORCH_CHECKPOINTING)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(ConvertOptions)
 def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> Converted:
     """Make ``dst`` of any checkpoint, in the form ``to``.
@@ -147,7 +147,7 @@ def _refuse_others(chosen: ConvertOptions, form: Form, names: str, option_names:
             raise InvalidArgument(f"{each.name}= means nothing for to={form!r} with names={names!r}; it is for {where}")
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(UnshardOptions)
 def unshard_checkpoint(
     dir: StrPath,

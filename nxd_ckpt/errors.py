@@ -47,7 +47,7 @@ from __future__ import annotations
 import errno
 import pickle
 from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, cast
 
@@ -246,34 +246,25 @@ def from_wire(name: str, message: str, rank: int) -> CheckpointError:
     return classes.get(name, CheckpointError)(f"on rank {rank}: {message}")
 
 
-class as_checkpoint_errors(ContextDecorator):
-    """Context, or decorator, of public functions: errors are CheckpointErrors, and torch's modes are neutral.
+def as_checkpoint_errors(function: FunctionT) -> FunctionT:
+    """Decorate a public function: it runs in the context `translated`."""
+
+    @wraps(function)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        with translated():
+            return function(*args, **kwargs)
+
+    return untraced(cast("FunctionT", public))
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Context in which all errors that come out are CheckpointErrors, and torch's modes are neutral.
 
     Errors of the system, of a store, and exhausted memory or threads are translated. Inside, errors stay what they
     are: a reader must be able to tell a missing file from a full disk. Modes that the caller set for its thread are
     away meanwhile, see `nxd_ckpt.surroundings`.
     """
-
-    def __init__(self) -> None:
-        self._context = _translated()
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
-
-    def __call__(self, function: FunctionT) -> FunctionT:
-        @wraps(function)
-        def translated(*args: Any, **kwargs: Any) -> Any:
-            with _translated():
-                return function(*args, **kwargs)
-
-        return untraced(cast("FunctionT", translated))
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
     try:
         with neutral():
             yield
@@ -287,8 +278,8 @@ def _translated() -> Iterator[None]:
             raise exhausted from error
         if not isinstance(error, OSError):
             raise
-        translated = StorageError(to_wire(error)[1])
-        translated.errno = error.errno
-        raise translated from error
+        told = StorageError(to_wire(error)[1])
+        told.errno = error.errno
+        raise told from error
     except EOFError as error:  # a file became shorter while it was read
         raise MalformedFile(str(error)) from error

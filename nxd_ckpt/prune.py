@@ -48,7 +48,7 @@ class Pruned:
     unverified: Mapping[str, str] = field(default_factory=dict)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(PruneOptions)
 def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unpack[PruneKeywords]) -> Pruned:
     """Remove the complete tags that no rule keeps, except those that are pinned, and the newest.
@@ -105,7 +105,7 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
     return judge.result(kept, tuple(removed), judged.damaged)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> None:
     """Keep a complete tag whatever rules say, until `unpin_checkpoint`. A live job may save there meanwhile.
@@ -129,7 +129,7 @@ def pin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions |
             raise
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions | None = None) -> bool:
     """Let rules remove a tag again; return whether it was pinned. The tag itself may be gone."""
@@ -138,7 +138,7 @@ def unpin_checkpoint(path: StrPath, tag: Tag, *, storage_options: StorageOptions
     return control_files.unpin(storage, validate_tag(tag))
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def remove_alone(
     path: StrPath,

@@ -44,7 +44,7 @@ class Copy:
     copied_nbytes: int = 0
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes(CopyOptions)
 def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords]) -> Copy:
     """Make ``dst``, a tag, an exact copy of the tag ``src``. Both may be directories or URLs.

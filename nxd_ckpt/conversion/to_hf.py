@@ -70,7 +70,7 @@ from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.recognise import ADAPTER_SHARDS
-from nxd_ckpt.tag.side_by_side import Matched, SideBySide
+from nxd_ckpt.tag.side_by_side import Matched, windows
 
 Presharded = Mapping[str, Mapping[str, Assembly | torch.Tensor]]
 """The tensors of each file, by the file's name."""
@@ -145,7 +145,7 @@ def are_converted(opened: OpenTag, mapped: MappedTag, otherwise: Callable[[], Ma
 
 def _unequal(opened: OpenTag, mapped: MappedTag) -> str | None:
     """Return a tensor of the tag with copies that differ, or None."""
-    for window in SideBySide(opened).windows(_pairs(mapped)):
+    for window in windows([opened], _pairs(mapped)):
         for name, (first, copy) in window:
             if not torch.equal(first.view(torch.uint8), copy.view(torch.uint8)):
                 return name

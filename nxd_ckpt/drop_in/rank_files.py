@@ -50,7 +50,7 @@ original_load: Callable[..., Any] | None = None
 """NxD's own ``load``, for whole files that it cuts for each rank."""
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def save(
     checkpoint: Any,
@@ -88,7 +88,7 @@ def save(
     decided_by_rank0(agreement, lambda: _publish(storage))
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def load(
     chkpt_path: StrPath,
@@ -139,7 +139,7 @@ def load(
     return None if model_key is None else content
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 def remove(path: StrPath) -> None:
     """Remove such a directory, which no load finds half removed. An absent one is no error.
 

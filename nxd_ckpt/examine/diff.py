@@ -16,7 +16,7 @@ from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag, plain_values
 from nxd_ckpt.storage.progress import Counter, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.reading import Leaf
-from nxd_ckpt.tag.side_by_side import Matched, SideBySide
+from nxd_ckpt.tag.side_by_side import Matched, windows
 
 __all__ = ["ABSENT", "Difference", "TensorDifference", "ValueDifference", "diff_checkpoints"]
 
@@ -94,7 +94,7 @@ class _TensorComparison:
         Raises:
             CorruptCheckpoint: bytes of a tag are not those that were written.
         """
-        for window in SideBySide(self._a.opened, self._b.opened).windows(self._pairs):
+        for window in windows([self._a.opened, self._b.opened], self._pairs):
             for tally, (a, b) in window:
                 tally.add(a, b)
                 self.done.add(b.nbytes)
@@ -218,7 +218,7 @@ class Difference:
         return bool(self.tensors or self.values or self.problems)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def diff_checkpoints(
     a: Checkpoint | StrPath,

@@ -63,7 +63,7 @@ class Examination:
         return not any(finding.severity == "problem" for finding in self.findings)
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def examine_checkpoint(
     checkpoint: Checkpoint, *, before: Checkpoint | None = None, progress: bool = False

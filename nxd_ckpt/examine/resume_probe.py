@@ -61,7 +61,7 @@ class ResumeProbe:
         """The last losses, at most 32, oldest first: for ``user_content=``."""
         return list(self._losses)
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     @takes(LoadOptions)
     def check(
         self,

@@ -43,7 +43,7 @@ class Statistics:
     cached: bool
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progress: bool = False) -> Statistics:
     """Read a tag once, in some 10 MiB of memory per reading thread, and count. Its digests are verified.

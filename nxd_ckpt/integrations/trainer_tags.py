@@ -130,7 +130,7 @@ class TrainerSaves:
         files = {name: os.path.join(self._staged, name) for names in staged or () for name in names}
         self._saving = self._checkpointer.save(self._name, *objects, files=files, **{**self._options, **options})
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def wait(self) -> None:
         """Wait until the checkpoint that is being saved is visible; raise its failure, on all ranks."""
         saving = self._saving
@@ -266,7 +266,7 @@ class TrainerTag(NamedTuple):
     def is_complete(self) -> bool:
         return os.path.isfile(os.path.join(self.directory, self.tag, DONE))
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def verify_files(self) -> None:
         """Compare the trainer's files with their digests at the save.
 

@@ -15,7 +15,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination import at_exit
 from nxd_ckpt.core.log import logger
 from nxd_ckpt.effects import require_own
-from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, as_checkpoint_errors
+from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, translated
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 
 _Begun = TypeVar("_Begun")
@@ -126,7 +126,7 @@ class SaveProgress:
     def begun(self, begin: Callable[[], _Begun]) -> _Begun | None:
         """Return the result of ``begin``; None if a first save failed, on all ranks, and need not be raised."""
         try:
-            with as_checkpoint_errors():
+            with translated():
                 return begin()
         except CheckpointError as error:
             if not self.failures.warns:

@@ -13,7 +13,7 @@ from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import plan_difference
-from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, as_checkpoint_errors, in_words, to_wire
+from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, in_words, to_wire, translated
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.saving.ballot import Ballot, tidy
@@ -275,7 +275,7 @@ def _conclude(attempt: SaveAttempt, pending: SaveProgress, started: float) -> No
     session = attempt.session
     nbytes = 0
     try:
-        with as_checkpoint_errors():
+        with translated():
             files = attempt.files.result()
             files.end()
             nbytes = Ballot(files).decide(pending.voted.set)

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.storage.base import DirEntry, Reader, Storage, Writer
+from nxd_ckpt.storage.base import DirEntry, Reader, Storage
 
 T = TypeVar("T")
+
+
+def _passed_on(name: str) -> Any:
+    """Return the method ``name`` of a `StorageWrapper`, whose first argument is a key."""
+
+    def method(wrapper: StorageWrapper, key: str = "", *more: Any, **named: Any) -> Any:
+        return wrapper.around(name, key, lambda: getattr(wrapper.inner, name)(key, *more, **named))
+
+    return method
 
 
 class StorageWrapper(Storage):
@@ -38,65 +47,30 @@ class StorageWrapper(Storage):
         """Return the result of the method ``name``, called for ``key``; ``operation`` calls it on ``inner``."""
         return operation()
 
-    def read(self, key: str, limit: int = DOCUMENT) -> bytes:
-        return self.around("read", key, lambda: self.inner.read(key, limit))
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self.around("read_into", key, lambda: self.inner.read_into(key, offset, buffer))
-
-    def open(self, key: str) -> Reader:
-        return self.around("open", key, lambda: self.inner.open(key))
-
-    def size(self, key: str) -> int:
-        return self.around("size", key, lambda: self.inner.size(key))
-
-    def is_dir(self, key: str) -> bool:
-        return self.around("is_dir", key, lambda: self.inner.is_dir(key))
-
-    def is_file(self, key: str) -> bool:
-        return self.around("is_file", key, lambda: self.inner.is_file(key))
-
-    def list(self, key: str = "") -> list[DirEntry]:
-        return self.around("list", key, lambda: self.inner.list(key))
-
-    def write(self, key: str, data: bytes) -> None:
-        self.around("write", key, lambda: self.inner.write(key, data))
-
-    def create(self, key: str, nbytes: int) -> Writer:
-        return self.around("create", key, lambda: self.inner.create(key, nbytes))
-
-    def link_new(self, key: str, data: bytes) -> bool:
-        return self.around("link_new", key, lambda: self.inner.link_new(key, data))
-
-    def exchange(self, key: str, expected: bytes, data: bytes) -> bool:
-        return self.around("exchange", key, lambda: self.inner.exchange(key, expected, data))
-
-    def make_dir(self, key: str) -> None:
-        self.around("make_dir", key, lambda: self.inner.make_dir(key))
-
-    def sync_dir(self, key: str) -> None:
-        self.around("sync_dir", key, lambda: self.inner.sync_dir(key))
+    read = _passed_on("read")
+    read_into = _passed_on("read_into")
+    open = _passed_on("open")
+    size = _passed_on("size")
+    is_dir = _passed_on("is_dir")
+    is_file = _passed_on("is_file")
+    list = _passed_on("list")
+    write = _passed_on("write")
+    create = _passed_on("create")
+    link_new = _passed_on("link_new")
+    exchange = _passed_on("exchange")
+    make_dir = _passed_on("make_dir")
+    sync_dir = _passed_on("sync_dir")
+    remove = _passed_on("remove")
+    drop_empty = _passed_on("drop_empty")
+    discard_unfinished = _passed_on("discard_unfinished")
+    time = _passed_on("time")
+    set_time = _passed_on("set_time")
 
     def rename(self, source: str, target: str) -> None:
         self.around("rename", f"{source} -> {target}", lambda: self.inner.rename(source, target))
 
     def share(self, source: str, target: str) -> bool:
         return self.around("share", f"{source} -> {target}", lambda: self.inner.share(source, target))
-
-    def remove(self, key: str) -> None:
-        self.around("remove", key, lambda: self.inner.remove(key))
-
-    def drop_empty(self, key: str) -> None:
-        self.around("drop_empty", key, lambda: self.inner.drop_empty(key))
-
-    def discard_unfinished(self, key: str) -> None:
-        self.around("discard_unfinished", key, lambda: self.inner.discard_unfinished(key))
-
-    def time(self, key: str) -> float:
-        return self.around("time", key, lambda: self.inner.time(key))
-
-    def set_time(self, key: str, seconds: float) -> None:
-        self.around("set_time", key, lambda: self.inner.set_time(key, seconds))
 
 
 class RoutedStorage(StorageWrapper):

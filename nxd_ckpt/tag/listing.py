@@ -87,7 +87,7 @@ class ListedTag:
 _SAME = ("complete", "latest", "pinned", "nbytes", "topology", "written_by", "metrics")
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def list_checkpoints(path: str | os.PathLike[str], *, storage_options: Options = None) -> tuple[ListedTag, ...]:
     """Return the tags of a directory, complete or not, in the order in which they became visible. Reads no tensor.

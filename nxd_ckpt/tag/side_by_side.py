@@ -6,10 +6,10 @@ threads. While one window is processed, the next one is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from nxd_ckpt.formats.assembly import cut_box
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, itemsize
 from nxd_ckpt.storage.arena import Arena
+from nxd_ckpt.storage.transfer import prefetched
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
@@ -60,44 +61,31 @@ class _Placed(Generic[Key]):
     places: tuple[int, ...]
 
 
-class SideBySide:
-    """Reader of tensors of the ``tags``."""
+def windows(tags: Sequence[OpenTag], tensors: Iterable[Matched[Key]]) -> Iterator[Window[Key]]:
+    """Yield the elements of all tensors, as tensors of one dimension: valid until the next window is requested.
 
-    def __init__(self, *tags: OpenTag) -> None:
-        self._tags = tags
-        self._arenas = Arena(_MEMORY), Arena(_MEMORY)
+    Elements come in any order, the same for all tensors: the order in the files of one of the ``tags``.
 
-    def windows(self, tensors: Iterable[Matched[Key]]) -> Iterator[Window[Key]]:
-        """Yield the elements of all tensors, as tensors of one dimension: valid until the next window is requested.
-
-        Elements come in any order, the same for all tensors: the order in the files of one of the tags.
-
-        Raises:
-            CorruptCheckpoint: bytes of a tag are not those that were written.
-        """
-        with ExitStack() as stack, ThreadPoolExecutor(1, "nxd_ckpt-reader") as thread:
-            readers = [stack.enter_context(tag.reader()) for tag in self._tags]
-            ahead = None
-            for number, pieces in enumerate(_windows(tensors)):
-                following = thread.submit(self._fill, readers, pieces, self._arenas[number % 2])
-                if ahead is not None:
-                    yield ahead.result()
-                ahead = following
-            if ahead is not None:
-                yield ahead.result()
-            for reader in readers:
-                reader.finish()
-
-    def _fill(self, readers: list[LeafReader], pieces: list[_Placed[Key]], arena: Arena) -> Window[Key]:
-        memory = arena.reserve(_MEMORY)
-        window = []
-        for piece in pieces:
-            sides = zip(piece.matched.leaves, piece.places, strict=True)
-            read = tuple(_read(readers[tag], leaf, piece, memory[at:]) for (tag, leaf), at in sides)
-            window.append((piece.matched.key, read))
+    Raises:
+        CorruptCheckpoint: bytes of a tag are not those that were written.
+    """
+    with ExitStack() as stack:
+        readers = [stack.enter_context(tag.reader()) for tag in tags]
+        yield from prefetched([*_windows(tensors)], partial(_filled, readers), _MEMORY)
         for reader in readers:
-            reader.wait()
-        return window
+            reader.finish()
+
+
+def _filled(readers: list[LeafReader], pieces: list[_Placed[Key]], arena: Arena) -> Window[Key]:
+    memory = arena.reserve(_MEMORY)
+    window = []
+    for piece in pieces:
+        sides = zip(piece.matched.leaves, piece.places, strict=True)
+        read = tuple(_read(readers[tag], leaf, piece, memory[at:]) for (tag, leaf), at in sides)
+        window.append((piece.matched.key, read))
+    for reader in readers:
+        reader.wait()
+    return window
 
 
 def _read(reader: LeafReader, leaf: Leaf, piece: _Placed[Key], memory: memoryview) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Verification:
     guests: tuple[str, ...] = ()
 
 
-@as_checkpoint_errors()
+@as_checkpoint_errors
 @takes()
 def verify_checkpoint(
     path: str | os.PathLike[str],

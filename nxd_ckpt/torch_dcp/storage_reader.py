@@ -163,7 +163,7 @@ class StorageReader(TorchStorageReader):
         require_one_save([plan.storage_data for plan in plans])
         return plans
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of the plan; all are read when this returns.
 

@@ -250,7 +250,7 @@ class StorageWriter(TorchStorageWriter):
         names = names_of(_items(plans), _COLLECTED)
         return [replace(plan, storage_data=names) for plan in plans]
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of the plan; all are written when this returns.
 
@@ -287,7 +287,7 @@ class StorageWriter(TorchStorageWriter):
         done.set_result(results)
         return done
 
-    @as_checkpoint_errors()
+    @as_checkpoint_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the tag on rank 0, and make it visible.
 
