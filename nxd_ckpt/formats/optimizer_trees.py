@@ -20,6 +20,18 @@ MASTER_WEIGHTS = "master_weights"
 
 STEP = "step"
 
+MOMENTS = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "exp_inf",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+}
+"""Keys of optimizers, torch's and others, for state that is a tensor for each parameter (or None)."""
+
 OPTIMIZER_NAME = "nxd_ckpt_optimizer"
 """Key of a saved param group: the name of its optimizer, where several were saved by name."""
 

@@ -18,7 +18,7 @@ from nxd_ckpt.core.parameter_names import EXTRA_STATE
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.formats.optimizer_trees import restore_types
+from nxd_ckpt.formats.optimizer_trees import MOMENTS, restore_types
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, iter_tensors, map_tensors, tensor_types
 from nxd_ckpt.layouts.files import MissingTensor, TagFiles
 
@@ -26,17 +26,6 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 _BY_INDEX = ("state", "base_state")
 
-_MOMENTS = {
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "exp_inf",
-    "momentum_buffer",
-    "square_avg",
-    "grad_avg",
-    "acc_delta",
-}
-"""Keys of optimizers, torch's and others, for state that is a tensor for each parameter (or None)."""
 _MAY_BE_ONE_NUMBER = {"exp_avg_sq"}
 """Keys for which some optimizers (NovoGrad) have a tensor of one number for each parameter."""
 
@@ -126,7 +115,7 @@ def refuse_numbers(tree: Mapping[str, Any], names: Sequence[str] | None, where: 
     }
     for index, state in by_index.items():
         of_parameter = any(getattr(value, "shape", None) for value in state.values())
-        for name in sorted(_MOMENTS & state.keys()):
+        for name in sorted(MOMENTS & state.keys()):
             value = state[name]
             is_one = of_parameter and name not in _MAY_BE_ONE_NUMBER and getattr(value, "shape", None) == ()
             if is_one or _is_plain(value):

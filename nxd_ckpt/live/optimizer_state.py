@@ -14,7 +14,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.errors import DtypeMismatch, OptimizerMismatch, ShapeMismatch
 from nxd_ckpt.formats.memory import allocated, fill, strided
-from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, OPTIMIZER_NAME, STEP, is_rows, options_of
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MOMENTS, OPTIMIZER_NAME, STEP, is_rows, options_of
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.formats.strides import Stride, fitted, stored_stride, stride_of
 from nxd_ckpt.formats.tensors import Assembly, Path, dtype_name, form_of, is_tensor, map_tensors
@@ -325,10 +325,10 @@ def check_form(slot: Slot, entry: str, saved: Any, live: Any, *, any_shape: bool
         # The optimizer chooses dtype and rank of an entry; one of the parameter's own rank must have its shape,
         # except for reduced dimensions (Adafactor's row_var and col_var).
         live_dtype = dtype
-        # A plain optimizer whose parameters are known by name may keep matrices of any shape (Shampoo, SOAP, GaLore).
+        # Others may keep matrices of any shape (Shampoo, SOAP, GaLore), and programs their own entries beside torch's.
         of_key = tuple(1 if saved_size == 1 else size for saved_size, size in zip(shape, slot.key.shape, strict=False))
-        is_free = any_shape or (slot.key is slot.parameter and not slot.name.startswith("#"))
-        live_shape = of_key if 0 < len(shape) == slot.key.dim() and not is_free else shape
+        is_own = entry not in MOMENTS and slot.key is slot.parameter and not slot.name.startswith("#")
+        live_shape = of_key if 0 < len(shape) == slot.key.dim() and not (any_shape or is_own) else shape
     if shape != live_shape:
         raise ShapeMismatch(
             f"optim/{slot.name}/{entry}: saved with shape {shape}, the live one has {live_shape}; the checkpoint was "

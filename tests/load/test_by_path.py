@@ -32,6 +32,7 @@ from nxd_ckpt.errors import (
     KeyMismatch,
     MalformedFile,
     PartNotFound,
+    ShapeMismatch,
     UnsafePickle,
     UnsupportedState,
 )
@@ -571,3 +572,14 @@ def test_a_script_s_model_of_extra_state_alone_is_a_model(tmp_path: Path, nested
     live = Counting(0)
     assert ({"step": 7} if nested else None) == load_checkpoint(tmp_path / "model.pt", model=live)
     assert 3 == live.count
+
+
+def test_state_by_number_that_is_of_another_parameter_is_refused(tmp_path: Path) -> None:
+    """Param groups in another order, of as many parameters: the shapes tell. Nothing was said, and nothing fitted."""
+    model, optimizer, _ = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    other = Net()
+    exchanged = torch.optim.AdamW([other.second.weight, other.second.bias, other.first.weight, other.first.bias])
+    with pytest.raises(ShapeMismatch, match=r"optim/second.weight/exp_avg: saved with shape \(9, 4\)"):
+        load_checkpoint(tmp_path / "state.pt", model=other, optimizer=exchanged)
+    assert not exchanged.state
