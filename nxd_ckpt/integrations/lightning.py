@@ -145,7 +145,8 @@ class CheckpointIO(_plugins.CheckpointIO):  # type: ignore[misc,name-defined]
             _make_way(path)
         place = self.place(path)
         self._dropped = [dropped for dropped in self._dropped if dropped != place]
-        self._last = save_checkpoint(place.directory, place.name, async_save=self._async, **{**parts, **self._options})
+        behind = self._async and not place.name.startswith("hpc_ckpt_")  # before which Slurm may end the job
+        self._last = save_checkpoint(place.directory, place.name, async_save=behind, **{**parts, **self._options})
         self._saved_by[place.directory] = parts.get("topology")
 
     def load_checkpoint(

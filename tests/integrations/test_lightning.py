@@ -131,6 +131,21 @@ def test_the_same_checkpoints_stay_as_without_it(options: dict[str, Any], tmp_pa
     assert tags(tmp_path / "lightning") == tags(tmp_path / "ours")
 
 
+def test_what_is_saved_before_slurm_requeues_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning asks for that as soon as the save returns; Slurm then ends the job."""
+    rename = LocalStorage.rename
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.1)
+        rename(*args)
+
+    monkeypatch.setattr(LocalStorage, "rename", slowly)
+    io = in_background()
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}, "epoch": 1}, tmp_path / "hpc_ckpt_1.ckpt")
+    assert ["hpc_ckpt_1.ckpt"] == tags(tmp_path)
+    io.teardown()
+
+
 class Tuned(Module):
     """What Lightning's tuner chooses: the learning rate, and the size of batches."""
 
