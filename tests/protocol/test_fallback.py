@@ -123,7 +123,7 @@ def test_a_model_that_does_not_fit_is_no_damage(run: Path) -> None:
         load_checkpoint(run, None, torch.nn.Linear(2, 2), fallback=True)
     with pytest.raises(PartNotFound):
         load_checkpoint(run, None, {}, {}, fallback=True)
-    damage(run / "step_3")
+    flip(run / "step_3" / "manifest.json", 40)
     with pytest.raises(ShapeMismatch, match="'step_2' is tried, because 'step_3' is damaged") as failure:
         load_checkpoint(run, None, torch.nn.Linear(2, 2), fallback=True)
     assert 1 == str(failure.value).count("is tried")
