@@ -54,6 +54,7 @@ from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage, options_for
+from nxd_ckpt.tag.identity import require_one_save
 
 logger = logging.getLogger("nxd_ckpt")
 
@@ -294,6 +295,7 @@ class ExactResume(_callbacks.Callback):  # type: ignore[misc,name-defined]
             strategy.load_checkpoint = _asking(inner, strategy.restore_checkpoint_after_setup, ask)
 
     def _before_load(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+        _require_one_save(trainer, checkpoint)
         saved = _saved_run(trainer, checkpoint)
         if saved is not None and not trainer.strategy.restore_checkpoint_after_setup:
             self._before = {name: _copied(value) for name, value in pl_module.state_dict().items()}
@@ -443,6 +445,16 @@ def _random_states(trainer: Any) -> list[dict[str, Any]]:
         return [own]
     words = agreement.gather({**own, "torch": own["torch"].tolist()}) or []
     return [{**word, "torch": torch.tensor(word["torch"], dtype=torch.uint8)} for word in words] or [own]
+
+
+def _require_one_save(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Raise RanksDisagree, on all ranks, if one of them reads another checkpoint, such as an older ``last``."""
+    if trainer.state.fn != "fit":
+        return
+    agreement = meet(trainer.global_rank, trainer.world_size, DEFAULT_TIMEOUT, "resume")
+    if agreement is not None:
+        saves = agreement.gather(f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')}")
+        decided_by_rank0(agreement, partial(require_one_save, saves or ()))
 
 
 def _saved_run(trainer: Any, checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:

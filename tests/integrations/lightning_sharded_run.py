@@ -184,6 +184,23 @@ def refused_to_go_on(directory: Path, form: str) -> tuple[list[list[float]], lis
     return before, found
 
 
+def of_two_saves(rank: int, directory: Path) -> tuple[str, bool]:
+    """What is said to copies of which one sees an older checkpoint as the last; whether its model is a new one's."""
+    options: dict[str, Any] = {"strategy": "ddp", "devices": dist.get_world_size()}
+    fit(every_epoch(directory), epochs=2, **options)
+    before, made = Module(), list[Module]()
+
+    class Noted(Module):
+        def __init__(self, optimizer: Any) -> None:
+            super().__init__(optimizer)
+            self.load_state_dict(before.state_dict())
+            made.append(self)
+
+    path = directory / f"epoch={1 - rank}-step={2 - rank}.ckpt"
+    said = refusal(partial(fit, every_epoch(directory), ckpt_path=path, kind=Noted, **options))
+    return said, all(map(torch.equal, before.parameters(), made[0].parameters()))
+
+
 def example(rank: int, directory: Path) -> None:
     """examples/train_lightning_fsdp2.py, twice."""
     for epochs in ("1", "2"):

@@ -94,6 +94,13 @@ def test_the_data_of_ranks_in_the_middle_of_an_epoch(tmp_path: Path, pool: RankP
         assert "with other data than the saved run" in said
 
 
+def test_copies_that_see_two_checkpoints_are_refused(tmp_path: Path, pool: RankPool) -> None:
+    """With DDP each rank reads for itself; nothing is loaded."""
+    for said, is_unchanged in pool.run(runs.of_two_saves, tmp_path, timeout=300):
+        assert "rank 0 loads step 2 of epoch 1, rank 1 step 1 of epoch 0" in said
+        assert is_unchanged
+
+
 @pytest.mark.soak
 def test_a_resumed_run_is_the_same_run(form: str, tmp_path: Path, pool: RankPool, whole: list[Any]) -> None:
     """Losses and weights of each rank equal those of a run that was not stopped, and a tag has each rank's shards."""
