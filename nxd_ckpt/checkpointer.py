@@ -99,7 +99,7 @@ class Checkpointer(ClosesUnheld):
         self._is_closed = self._has_saved = False
         self._pipeline = Pipeline(self.topology, chosen.memory_cap, shows=chosen.progress and self.topology.rank == 0)
         self._failures = Failures(chosen)
-        self._lock = FairLock(self._failures.require_other_thread)
+        self._lock = FairLock(self._require_caller)
         self._pid = os.getpid()
         self._in_flight = UnfinishedSaves()
         self._versions: dict[str, str] = {}
@@ -234,7 +234,6 @@ class Checkpointer(ClosesUnheld):
         Raises:
             CheckpointError: as `load`. There is a tag, but it cannot be loaded, or it tells no step.
         """
-        require_own(self._pid, self.storage.url)
         with self._lock.held("load_latest"):
             self._in_flight.settle()
             self._reserve("load_latest")
@@ -255,7 +254,6 @@ class Checkpointer(ClosesUnheld):
 
     def load_objects(self, tag: Tag | None, objects: Any, options: Any, *, lasting: bool) -> Loaded:
         """Load (model, optimizer, scheduler, state), as `load` does; if ``lasting``, start background replication."""
-        require_own(self._pid, self.storage.url)
         with self._lock.held("load"):
             self._in_flight.settle()
             self._reserve("load")
@@ -303,7 +301,6 @@ class Checkpointer(ClosesUnheld):
 
     def _ask(self, call: str, question: Callable[[Sequence[Storage]], _Answer]) -> _Answer:
         """Return rank 0's answer to a ``question`` about the tags in all places, on all ranks."""
-        require_own(self._pid, self.storage.url)
         with self._lock.held(call):
             self._in_flight.settle()
             agreement, lasting = self._meet(f"{call} (one rank alone: list_checkpoints)"), self._session is not None
@@ -339,7 +336,6 @@ class Checkpointer(ClosesUnheld):
             PeerTimeout: a rank was told, but not all agreed within ``preemption_grace`` seconds, or one ended.
             CheckpointError: several ranks without a process group, or without connections to rank 0.
         """
-        require_own(self._pid, self.storage.url)
         self._require_open("makes no further step")
         return self._preemption.step(number, lambda: self._meet("step"))
 
@@ -356,7 +352,6 @@ class Checkpointer(ClosesUnheld):
             PeerTimeout: the time is over, but not all ranks agreed on a step within ``timeout`` seconds, or one ended.
             CheckpointError: ``every_minutes=`` of several ranks without a process group, or connections to rank 0.
         """
-        require_own(self._pid, self.storage.url)
         self._require_open("makes no further step")
         return self._schedule.is_due(step, lambda: self._meet("should_save"))
 
@@ -375,7 +370,6 @@ class Checkpointer(ClosesUnheld):
         Raises:
             RanksDisagree: it names two ranks, and the tensors.
         """
-        require_own(self._pid, self.storage.url)
         with self._lock.held("check_replicas"):
             agreement = self._meet("check_replicas")
             if agreement is None:
@@ -387,7 +381,6 @@ class Checkpointer(ClosesUnheld):
     @takes()
     def remove(self, *tags: Tag, pinned: bool = False, dry_run: bool = False) -> Removed:
         """Remove tags of this directory, like ``nxd_ckpt.remove_checkpoint``."""
-        require_own(self._pid, self.storage.url)
         if dry_run:
             return self._remove(lambda names: plan_removal(self.storage, names, pinned), tags)
         with self._lock.held("removal"):
@@ -472,8 +465,7 @@ class Checkpointer(ClosesUnheld):
     @as_checkpoint_errors
     def release(self, *, final: bool = False) -> None:
         """Do the same as `close`, but unless it is ``final`` the next save takes directory and memory again."""
-        require_own(self._pid, self.storage.url)
-        self._failures.require_other_thread("close")
+        self._require_caller("close")
         try:
             if not self._is_closed:
                 if self._has_saved and self.topology.rank == 0:
@@ -564,7 +556,13 @@ class Checkpointer(ClosesUnheld):
             require_same_group(at, self.options.topology, self.options.process_group)
         return meet(at.rank, at.world_size, self.options.timeout, described, at.members)
 
+    def _require_caller(self, call: str) -> None:
+        """Raise where the ``call`` would never end: in a forked child, and on the thread that writes a save."""
+        require_own(self._pid, self.storage.url)
+        self._failures.require_other_thread(call)
+
     def _require_open(self, refused: str) -> None:
+        require_own(self._pid, self.storage.url)
         if self._is_closed:
             raise CheckpointerClosed(
                 f"{self.storage.url}: this Checkpointer was closed, by close() or the end of its with block, and "
