@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import checked, checked_name, integers
-from nxd_ckpt.core.parameter_names import EXTRA_STATE
+from nxd_ckpt.core.parameter_names import is_extra_state
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, MalformedFile
 
 PARAMS = "params"
@@ -147,7 +147,7 @@ class DcpNames:
             return DcpPart.SCHEDULER if root == SCHEDULER else DcpPart.CONTENT
         if self.model:
             return DcpPart.CONTENT if self.model_name(name) is None else DcpPart.MODEL
-        of_extra_state = any(str(key).endswith(EXTRA_STATE) for key in path or ())
+        of_extra_state = any(map(is_extra_state, path or ()))
         of_root = path is None or len(path) == 1 or self.is_whole_state
         of_model = of_extra_state or (is_tensor and of_root)
         return DcpPart.MODEL if of_model else DcpPart.CONTENT
@@ -168,7 +168,7 @@ class DcpNames:
     def model_path(self, path: Path) -> Path:
         """Return (name in the model, keys below it) for a path; only extra state has keys below."""
         keys = _below(self.model, path)
-        ends = (number for number, key in enumerate(keys, 1) if str(key).endswith(EXTRA_STATE))
+        ends = (number for number, key in enumerate(keys, 1) if is_extra_state(key))
         end = next(ends, len(keys))
         return (".".join(map(str, keys[:end])), *keys[end:])
 

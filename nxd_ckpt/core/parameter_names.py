@@ -11,6 +11,7 @@ and the shape of all parameters.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from nxd_ckpt.errors import UnsupportedState
 
@@ -28,6 +29,11 @@ _WRAPPERS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
 """Parts of a name that torch.compile, FSDP, activation checkpointing and Lightning put between module names."""
+
+
+def is_extra_state(name: Any) -> bool:
+    """Return whether this is a name of a module's extra state."""
+    return isinstance(name, str) and name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
 
 
 def canonical(names: Iterable[str], where: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from nxd_ckpt.core.dcp_names import MASTER_WEIGHTS
 from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import check_sizes, shown
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.parameter_names import EXTRA_STATE
+from nxd_ckpt.core.parameter_names import is_extra_state
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
@@ -207,7 +207,8 @@ class Payload:
     def _is_bare_model(self) -> bool:
         """True for a state dict itself: tensors or extra state at the top level, and no parts."""
         nested = any(self._part(keys) is not None for keys in (_MODEL_KEYS, _OPTIMIZER_KEYS))
-        is_model = any(len(path) == 1 for path, _ in iter_tensors(self.content)) or _has_extra_state(self.content)
+        has_tensors = any(len(path) == 1 for path, _ in iter_tensors(self.content))
+        is_model = has_tensors or any(map(is_extra_state, self.content))
         return not nested and not is_optimizer(self.content) and is_model
 
     @property
@@ -241,11 +242,7 @@ def _alone(value: Any) -> Any:
 
 def _holds_state(part: dict[str, Any]) -> bool:
     has_tensors = any(iter_tensors(part, (*tensor_types(), MissingTensor)))
-    return _is_state(part) or "param_groups" in part or has_tensors or _has_extra_state(part)
-
-
-def _has_extra_state(part: dict[Any, Any]) -> bool:
-    return any(isinstance(name, str) and name.endswith(EXTRA_STATE) for name in part)
+    return _is_state(part) or "param_groups" in part or has_tensors or any(map(is_extra_state, part))
 
 
 def _is_state(value: Any) -> bool:

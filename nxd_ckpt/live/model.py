@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mesh import Placed
-from nxd_ckpt.core.parameter_names import EXTRA_STATE, canonical, without_wrappers
+from nxd_ckpt.core.parameter_names import EXTRA_STATE, canonical, is_extra_state, without_wrappers
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import ShapeProblems, size_advice
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
@@ -115,7 +115,7 @@ class ModelAdapter:
         ties = self._ties
         specs: dict[str, ParameterSpec] = {}
         for name, tensor in self._tensors.items():
-            if not _is_extra_state(name):
+            if not is_extra_state(name):
                 spec = spec_of(own := self.attributed(name), tp)
                 specs[name] = spec if own is tensor else replace(spec, dtype=dtype_name(tensor.dtype))
         for name, cut in self.layer_cuts(tp).items():
@@ -171,7 +171,7 @@ class ModelAdapter:
             if self.takes_any(name):
                 continue
             self.check_writable(name)
-            if not _is_extra_state(name):
+            if not is_extra_state(name):
                 try:
                     _check_form(name, saved[name], self.live[name])
                 except ShapeMismatch as error:
@@ -233,7 +233,7 @@ class ModelAdapter:
 
     def destinations(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the memory of tensors that saved bytes can be read straight into, to be overwritten: `memory_for`."""
-        own = {name: memory_for(self.live.get(name)) for name in names if not _is_extra_state(name)}
+        own = {name: memory_for(self.live.get(name)) for name in names if not is_extra_state(name)}
         memory = {name: memory for name, memory in own.items() if memory is not None}
         tell_autograd(*map(self.live.__getitem__, memory))
         return memory
@@ -396,7 +396,7 @@ class ModuleModel(ModelAdapter):
             if name not in self.live or self.owns(name):
                 continue
             remedy = f"pass ignore_keys=['{self.path}{name}'], or the model's state_dict() as model="
-            if _is_extra_state(name):
+            if is_extra_state(name):
                 owner = self._owner(name)
                 if type(owner).set_extra_state is torch.nn.Module.set_extra_state:
                     raise UnsupportedState(
@@ -441,7 +441,7 @@ class ModuleModel(ModelAdapter):
         return self._is_loaded_whole or self.takes_any(name)
 
     def passes_user_code(self, name: str) -> bool:
-        return self.owns(name) or _is_extra_state(name) or self._hooks.may_change(self._inner_name(name))
+        return self.owns(name) or is_extra_state(name) or self._hooks.may_change(self._inner_name(name))
 
     def takes_any(self, name: str) -> bool:
         return bool(self._hooks) and self._hooks.owns(self._inner_name(name))
@@ -469,7 +469,7 @@ class ModuleModel(ModelAdapter):
             self._hooks.after_load(list(missing), list(unexpected))
 
     def assign(self, name: str, value: Any) -> None:
-        if _is_extra_state(name):
+        if is_extra_state(name):
             set_extra_state(self._owner(name), value, f"{self.path}{name}")
         else:
             super().assign(name, value)
@@ -481,7 +481,7 @@ class ModuleModel(ModelAdapter):
         return owner._modules.get("_fpw_module") or owner
 
     def check_writable(self, name: str) -> None:
-        if _is_extra_state(name):
+        if is_extra_state(name):
             try:
                 self._owner(name)
             except AttributeError as error:
@@ -556,7 +556,7 @@ def _is_detached(value: Any, own: torch.Tensor | None) -> bool:
 
 def _stride_to_note(path: Path, tensor: torch.Tensor) -> Stride | None:
     """Return the strides of a tensor of extra state, which no live tensor will tell."""
-    return own_stride(tensor, None) if len(path) > 1 or _is_extra_state(str(path[0])) else None
+    return own_stride(tensor, None) if len(path) > 1 or is_extra_state(str(path[0])) else None
 
 
 def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -568,10 +568,6 @@ def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
             f"model/{pair[0]} and model/{pair[1]} share some of their memory, and are not one tensor: a load into one "
             "would change the other; load into clones"
         )
-
-
-def _is_extra_state(name: str) -> bool:
-    return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _check_form(name: str, saved: Any, live: Any) -> None:

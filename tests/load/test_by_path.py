@@ -574,6 +574,17 @@ def test_a_script_s_model_of_extra_state_alone_is_a_model(tmp_path: Path, nested
     assert 3 == live.count
 
 
+def test_a_key_that_ends_like_extra_state_is_the_script_s(tmp_path: Path) -> None:
+    """Beside a model, and without one."""
+    settings = {"model": {"has_extra_state": False}, "step": 7}
+    torch.save({**settings, "state_dict": {"w": torch.ones(2)}}, tmp_path / "both.pt")
+    torch.save({"step": 7, "my_extra_state": {"x": 1}}, tmp_path / "content.pt")
+    state: dict[str, Any] = {}
+    assert settings == load_checkpoint(tmp_path / "both.pt", model=state)
+    assert ["w"] == list(state)
+    assert {"step": 7, "my_extra_state": {"x": 1}} == load_checkpoint(tmp_path / "content.pt")
+
+
 def test_state_by_number_that_is_of_another_parameter_is_refused(tmp_path: Path) -> None:
     """Param groups in another order, of as many parameters: the shapes tell. Nothing was said, and nothing fitted."""
     model, optimizer, _ = trained()
