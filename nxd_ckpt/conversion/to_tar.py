@@ -17,7 +17,7 @@ from nxd_ckpt.output.cp_files import TagFile, files_to_copy, verify
 from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import Source, open_source
-from nxd_ckpt.storage.archive_storage import END
+from nxd_ckpt.storage.archive_storage import END, MEMBER_LIST, dump_members
 from nxd_ckpt.storage.archive_unpacking import compressing, compression_of
 from nxd_ckpt.storage.base import Storage, Writer, completed
 from nxd_ckpt.storage.local import LocalStorage
@@ -113,13 +113,15 @@ def to_tar(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
     opened = open_source(source.place)
     with opened.guarded():
         members = list(_members(opened))
+    head = _list_of(opened.tag, members)
+    members = [replace(member, at=member.at + len(head)) for member in members]
     nbytes = members[-1].end + END
     files = {member.file.name: member.file.nbytes for member in members}
     done = Converted(source.root.path, target.path, "tar", source.writer.value, nbytes, files=files)
     if chosen.dry_run:
         return done
     with output.filled(source, opened, nbytes, chosen.progress, verified=True) as written:
-        _write(opened, members, nbytes, output, written)
+        _write(opened, head, members, nbytes, output, written)
     return replace(done, nbytes=output.storage.size(target.name))
 
 
@@ -143,7 +145,7 @@ class _Member:
 
 
 def _members(opened: OpenTag) -> Iterator[_Member]:
-    """Yield the members in the archive's order."""
+    """Yield the members in the archive's order, with offsets from the end of its list, which is a page boundary."""
     at = 0
     for file in sorted([*files_to_copy(opened), *_markers(opened)], key=_order):
         key = f"{opened.tag}/{file.name}"
@@ -151,6 +153,13 @@ def _members(opened: OpenTag) -> Iterator[_Member]:
         member = _Member(file, float(seconds), _header(key, file.nbytes, seconds, at), at)
         yield member
         at = member.end
+
+
+def _list_of(tag: str, members: Sequence[_Member]) -> bytes:
+    """Return the list of members as a member itself, of whole pages, so that the others' bytes begin on pages too."""
+    data = dump_members((f"{tag}/{each.file.name}", each.offset, each.file.nbytes, each.time) for each in members)
+    data += b" " * (-len(data) % _PAGE)
+    return _header(MEMBER_LIST, len(data), members[0].time, 0) + data
 
 
 def _markers(opened: OpenTag) -> Iterator[TagFile]:
@@ -183,13 +192,14 @@ def _header(name: str, nbytes: int, seconds: float, at: int) -> bytes:
 
 
 def _write(
-    opened: OpenTag, members: Sequence[_Member], nbytes: int, output: Output, written: Counter
+    opened: OpenTag, head: bytes, members: Sequence[_Member], nbytes: int, output: Output, written: Counter
 ) -> None:
     storage = output.storage
     key = output.folder
     compressed = compression_of(output.place.name)
     writer = CompressedWriter(storage, key, compressed, nbytes) if compressed else storage.create(key, nbytes)
     with completed(writer):
+        writer.write_at(0, head)
         for member in members:
             _put(opened, member, writer, written)
         writer.write_at(members[-1].end, bytes(nbytes - members[-1].end))

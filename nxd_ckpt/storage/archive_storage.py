@@ -1,51 +1,118 @@
 """A tar archive as a storage: its members are the files. Only read, by ranges, in its place.
 
-Version 0.1 began archives with a list of their members, which is passed over: the headers say the same.
+The first member of a packed archive is a list of all, which spares readers a request per header, `MEMBER_LIST`:
+``{"format_version": 1, "members": [[name, offset, bytes, time], ...]}`` in order. An offset is that of the member's
+bytes, from the end of the list's own member on. Between the bytes of two members there is one header and nothing else,
+and after the last one the archive's end: any other list is ignored. Each member's header is compared with the list.
 """
 
 from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import re
 import tarfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import DOCUMENT, MEMBER_LENGTH, MESSAGE, check_count
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER
 from nxd_ckpt.errors import MalformedFile
 from nxd_ckpt.storage.base import DirEntry, Reader, ReadOnlyStorage, Storage, checked_length
 
 MEMBER_LIST = ".nxd_ckpt/members.json"
-_LONGEST_HEADER = 2**20
+LONGEST_HEADER = 2**20
 """Maximum bytes of a header: names and times need a few hundred, padding to pages up to 4096."""
 END = 2 * tarfile.BLOCKSIZE
 """Minimum bytes of zeros at the end of an archive."""
+_VERSION = 1
 
 
 class Member(NamedTuple):
-    """A file in the archive: the offset of its bytes, their number, and its time."""
+    """A file in the archive: the offset of its bytes, their number, and its time.
+
+    ``header`` is the number of bytes of its header before them, if that was not compared yet; else 0.
+    """
 
     offset: int
     nbytes: int
     time: float
+    header: int = 0
+
+
+def dump_members(members: Iterable[tuple[str, int, int, float]]) -> bytes:
+    """Return the list of (name, offset, bytes, time) in the archive's form."""
+    return document.plain({"format_version": _VERSION, "members": list(members)}).encode()
+
+
+def load_members(data: bytes, begin: int, size: int) -> dict[str, Member]:
+    """Return the members in a list, of an archive of ``size`` bytes whose list's own member ends at ``begin``.
+
+    Raises ValueError if it is not such a list, or not of this archive.
+    """
+    members: dict[str, Member] = {}
+    end = begin
+    fields = document.whole(data)
+    lines = fields.get("members") if isinstance(fields, dict) and fields.get("format_version") == _VERSION else None
+    if not isinstance(lines, list) or not lines:
+        raise ValueError(f"expected members, in format {_VERSION}")
+    for line in lines:
+        name, member = _member(line, begin, end)
+        if name in members:
+            raise ValueError(f"{name!r} twice")
+        members[name] = member
+        end = member.offset + member.nbytes + -member.nbytes % tarfile.BLOCKSIZE
+    if end + END != size:
+        raise ValueError(f"the archive has {size} bytes, expected {end + END}")
+    return members
+
+
+def _member(line: Any, begin: int, end: int) -> tuple[str, Member]:
+    """Return one line of the list; the member before it ends at ``end``."""
+    if type(line) is not list or [type(item) for item in line] != [str, int, int, float]:
+        raise ValueError(f"expected [name, offset, bytes, time], found {line!r:.100}")
+    name, offset, nbytes, time = line
+    header = begin + offset - end
+    if nbytes < 0 or header % tarfile.BLOCKSIZE or not 0 < header <= LONGEST_HEADER or not math.isfinite(time):
+        raise ValueError(f"{name!r} cannot lie at byte {offset}")
+    return name, Member(begin + offset, nbytes, time, header)
+
+
+def is_header_of(header: bytes, name: str, member: Member) -> bool:
+    """Return whether ``header``, the bytes before a member's own, is that of the file ``name``, with the list's length.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(header), mode="r:") as archive:
+            info = archive.next()
+    except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError):
+        return False
+    if info is None or not info.isreg() or info.issparse():
+        return False
+    actual = (info.name.removeprefix("./"), info.offset_data, info.size, float(info.mtime))
+    return actual == (name, len(header), member.nbytes, member.time)
 
 
 _AHEAD = 64 * 2**10
 """Bytes to read for a header: those of small members come along."""
 _OF_TARFILE = (ValueError, LookupError, OverflowError, RecursionError)
 """Errors of tarfile for invalid numbers, headers of headers, and truncated lists of pieces."""
+_LONGEST_LIST = 256 * 2**20
+"""Maximum bytes of a list of members: about a hundred for each."""
+
+
 def find_members(reader: Reader, size: int, where: str) -> dict[str, Member]:
     """Return the files of an archive of ``size`` bytes, by name.
 
     Raises:
         MalformedFile: truncated, damaged, or with members that no checkpoint has; names the member.
     """
-    return _below_its_name(_walked(_Headers(reader, size), where), where)
+    file = _Headers(reader, size)
+    return _listed(file, where) or _below_its_name(_walked(file, where), where)
 
 
 def _below_its_name(members: dict[str, Member], where: str) -> dict[str, Member]:
@@ -56,10 +123,38 @@ def _below_its_name(members: dict[str, Member], where: str) -> dict[str, Member]
     return {f"{tag}/{name}": member for name, member in members.items()}
 
 
+def _listed(file: _Headers, where: str) -> dict[str, Member]:
+    """Return the members from the archive's list; none if there is no list that fits.
+
+    The archive's end is checked: a list that was packed again with other files does not belong to this archive.
+    """
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            info = archive.next()
+            if info is None or info.name != MEMBER_LIST or info.size > min(file.size, _LONGEST_LIST):
+                return {}
+            begin = info.offset_data + info.size + -info.size % tarfile.BLOCKSIZE
+            members = load_members(file.bytes_at(info.offset_data, info.size), begin, file.size)
+    except (tarfile.TarError, *_OF_TARFILE):
+        return {}
+    name, last = list(members.items())[-1]
+    header = bytearray(last.header)
+    end = bytearray(END)
+    file.reader.read_ranges([(last.offset - last.header, memoryview(header)), (file.size - END, memoryview(end))])
+    if any(end) or not is_header_of(bytes(header), name, last):
+        return {}
+    for name in members:
+        _check_name(name, name, where)
+    _refuse_files_as_folders(members, where)
+    members[name] = last._replace(header=0)
+    return members
+
+
 def _walked(file: _Headers, where: str) -> dict[str, Member]:
     """Return the members from the archive's headers."""
     members: dict[str, Member] = {}
     last = ""
+    file.seek(0)
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for info in archive:
@@ -144,9 +239,20 @@ class _Headers(io.RawIOBase):
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        if not 0 <= count <= _LONGEST_HEADER:
-            raise ValueError(f"a header of {count} bytes, at most {_LONGEST_HEADER} are allowed")
+        if not 0 <= count <= LONGEST_HEADER:
+            raise ValueError(f"a header of {count} bytes, at most {LONGEST_HEADER} are allowed")
         return b"".join(self._pieces(count))
+
+    def bytes_at(self, offset: int, count: int) -> bytes:
+        """Return any bytes of the archive, from the window if they are in it. Raises ValueError past its end."""
+        if offset + count > self.size:
+            raise ValueError(f"{count} bytes at byte {offset}, the archive has {self.size}")
+        start = offset - self._begin
+        if 0 <= start and start + count <= len(self._window):
+            return self._window[start : start + count]
+        memory = bytearray(count)
+        self.reader.read_ranges([(offset, memoryview(memory))])
+        return bytes(memory)
 
     def _pieces(self, count: int) -> Iterator[bytes]:
         stop = min(self._at + count, self.size)
@@ -240,13 +346,26 @@ class ArchiveStorage(ReadOnlyStorage):
         return _MemberReader(self, key)
 
     def read_member(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each memory from its offset in a member on. From any thread."""
+        """Fill each memory from its offset in a member on. From any thread.
+
+        Raises MalformedFile if the member's header, which is read along the first time, does not match the list.
+        """
         member = self._member(key)
         for offset, memory in ranges:
             missing = offset + len(memory) - member.nbytes
             if missing > 0:
                 raise EOFError(f"{self.url}/{key}: {missing} bytes missing at byte {member.nbytes}")
-        self._read([(member.offset + offset, memory) for offset, memory in ranges])
+        reads = [(member.offset + offset, memory) for offset, memory in ranges]
+        header = bytearray(member.header)
+        if header:
+            reads.insert(0, (member.offset - member.header, memoryview(header)))
+        self._read(reads)
+        if header and not is_header_of(bytes(header), key, member):
+            raise MalformedFile(
+                f"{self.url}: the header of {key} does not match the archive's list of members: damaged or changed; "
+                "restore it from a copy"
+            )
+        self._members[key] = member._replace(header=0)
 
     def _read(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         try:

@@ -1,6 +1,7 @@
 """Tags in archives: packed as they are, read in place of a directory, and nothing in them is trusted."""
 
 import io
+import json
 import tarfile
 import uuid
 from pathlib import Path
@@ -80,9 +81,9 @@ def test_an_archive_is_a_tar(tmp_path: Path) -> None:
     assert contents(tag) == contents(tmp_path / "unpacked" / "step_3")
     assert {0} == {member.offset_data % 4096 for member in members}
     files = [member.name.removeprefix("step_3/") for member in members]
-    first = ["manifest.json"]
+    first = [".nxd_ckpt/members.json", "manifest.json"]
     first += [f"index/dp_rank_0{rank}_tp_rank_00_pp_rank_00.json" for rank in range(2)]
-    assert (first, ["checkpoint", "done"]) == (files[:3], files[-2:])
+    assert (first, ["checkpoint", "done"]) == (files[:4], files[-2:])
 
 
 def test_an_archive_in_a_store_is_read_by_ranges(tmp_path: Path) -> None:
@@ -198,22 +199,62 @@ def test_every_truncation_is_told(tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpoint, match="truncated or damaged"):
             open_checkpoint(tmp_path / "cut.tar")
     (tmp_path / "cut.tar").write_bytes(data[: len(data) // 2])
-    with pytest.raises(MalformedFile, match="step_3/optim/"):
+    with pytest.raises(MalformedFile, match="step_3/model/"):
         open_checkpoint(tmp_path / "cut.tar")
 
 
-def test_an_archive_of_version_0_1_is_read(tmp_path: Path) -> None:
-    """It begins with a list of its members, which is not used: the headers count."""
-    tag = save_example(tmp_path, 1)
-    (tmp_path / "members.json").write_bytes(b'{"format_version": 1, "members": []}')
-    with tarfile.open(tmp_path / "x.tar", "w") as archive:
-        archive.add(tmp_path / "members.json", ".nxd_ckpt/members.json")
-        archive.add(tag, "step_3")
-    assert () == verify_checkpoint(tmp_path / "x.tar").problems
+def packed_with(tmp_path: Path, change: Any) -> Path:
+    """The example's archive, with a list of members that ``change`` made of its own; as long as before."""
+    convert(save_example(tmp_path, 1), tmp_path / "own.tar", to="tar")
+    with tarfile.open(tmp_path / "own.tar") as archive:
+        info = archive.next()
+        assert info is not None
+        begin, nbytes = info.offset_data, info.size
+    data = bytearray((tmp_path / "own.tar").read_bytes())
+    document = json.loads(data[begin : begin + nbytes])
+    text = change(document["members"])
+    changed = (text if isinstance(text, str) else json.dumps(document, separators=(",", ":"))).encode()
+    assert len(changed) <= nbytes
+    data[begin : begin + nbytes] = changed.ljust(nbytes)
+    (tmp_path / "own.tar").write_bytes(data)
+    return tmp_path / "own.tar"
+
+
+UNFIT = {
+    "not JSON": lambda members: "{" * 2000,
+    "other members": lambda members: '{"format_version": 1, "members": 7}',
+    "none": lambda members: '{"format_version": 1, "members": []}',
+    "newer": lambda members: '{"format_version": 2, "members": []}',
+    "a hole": lambda members: members[2].__setitem__(1, members[2][1] + 4096),
+    "an overlap": lambda members: members[2].__setitem__(2, members[2][2] + 10**6),
+    "negative": lambda members: members[2].__setitem__(2, -1),
+    "not a time": lambda members: members[2].__setitem__(3, float("nan")),
+    "twice": lambda members: members[2].__setitem__(0, members[1][0]),
+    "one too few": lambda members: members.pop(),
+    "another last name": lambda members: members[-1].__setitem__(0, "step_3/other"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_list_that_does_not_fit_is_not_used(tmp_path: Path, name: str) -> None:
+    """Then the headers count, as in the archives of other programs."""
+    assert () == verify_checkpoint(packed_with(tmp_path, UNFIT[name])).problems
+
+
+def test_a_header_counts_more_than_the_list(tmp_path: Path) -> None:
+    """A file that the list calls otherwise than its own header is refused when it is read; a hostile name at once."""
+    archive = packed_with(tmp_path, lambda members: members[0].__setitem__(0, "step_3/manifest.jsom"))
+    storage = open_storage(archive)
+    assert storage.is_file("step_3/manifest.jsom")
+    with pytest.raises(MalformedFile, match=r"the header of step_3/manifest\.jsom does not match the archive"):
+        storage.read("step_3/manifest.jsom")
+    archive = packed_with(tmp_path / "other", lambda members: members[0].__setitem__(0, "step_3/../../x"))
+    with pytest.raises(MalformedFile, match="lies outside"):
+        open_checkpoint(archive)
 
 
 def test_an_archive_may_grow_or_be_packed_again(tmp_path: Path) -> None:
-    """By other programs: a tag that was appended is found."""
+    """By other programs: a tag that was appended is found; a list that came along is not used."""
     convert(save_example(tmp_path, 1), tmp_path / "x.tar", to="tar")
     with tarfile.open(tmp_path / "x.tar", "a") as archive:
         archive.add(save_example(tmp_path, 1, "step_4", step=4), "step_4")

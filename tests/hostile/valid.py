@@ -17,7 +17,7 @@ from nxd_ckpt.core.dcp_names import DcpChunk, DcpNames
 from nxd_ckpt.core.manifest import FileEntry, dump_index, dump_manifest
 from nxd_ckpt.core.votes import Verdict, Vote, dump
 from nxd_ckpt.formats.tensors import TensorReference
-from nxd_ckpt.storage.archive_storage import END
+from nxd_ckpt.storage.archive_storage import END, MEMBER_LIST, dump_members
 from tests.core.documents import INDEX, LEADERS_INDEX, MANIFEST, MESH_MANIFEST, METRICS, as_before, sealed
 from tests.formats.helpers import saved
 from tests.formats.pickles import named, text
@@ -100,10 +100,16 @@ _PLACES = dict.fromkeys(TENSORS, "a.safetensors")
 WEIGHT_MAPS = [json.dumps({"metadata": {"total_size": 16}, "weight_map": _PLACES}).encode()]
 
 
-def _archive() -> bytes:
+def _archive(listed: bool) -> bytes:
+    files = {"one/checkpoint": b"1", "one/model/x.pt": bytes(700), "one/done": b"1"}
+    at, lines = 0, []
+    for name, content in files.items():
+        lines.append((name, at + tarfile.BLOCKSIZE, len(content), 0.0))
+        at += tarfile.BLOCKSIZE + len(content) + -len(content) % tarfile.BLOCKSIZE
+    head = {MEMBER_LIST: dump_members(lines)} if listed else {}
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name, content in {"one/checkpoint": b"1", "one/model/x.pt": bytes(700), "one/done": b"1"}.items():
+        for name, content in {**head, **files}.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
@@ -111,7 +117,7 @@ def _archive() -> bytes:
     return out.getvalue()[: end + END]
 
 
-ARCHIVES = [_archive()]
+ARCHIVES = [_archive(listed=True), _archive(listed=False)]
 
 
 def _record(module: str, name: str, **fields: bytes) -> bytes:
