@@ -307,7 +307,7 @@ def _summed_up(document: dict[str, Any], parts: Mapping[str, Parts]) -> Iterator
         yield ""
     for part, number in counts.items():
         noun = _FIELDS[part].replace("_", " ")
-        yield f"{lacking[part]} has no {noun}: {units.count(number, 'name')} less (--all shows them)"
+        yield f"{lacking[part]} has no {noun}: {units.count(number, 'name')} missing (--all lists them)"
 
 
 def _open_tag(directory: str, tag: str | None, options: Options, args: argparse.Namespace) -> Checkpoint:

@@ -39,5 +39,5 @@ def test_a_part_that_one_tag_lacks_takes_one_line(run: Run, tmp_path: Path) -> N
     lines = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
     every = run("diff", tmp_path / "a", tmp_path / "b", "--all").out.splitlines()
     names = [line for line in every if "  optim/" in line]
-    assert f"B has no optimizer: {len(names)} names less (--all shows them)" == lines[-1]
+    assert f"B has no optimizer: {len(names)} names missing (--all lists them)" == lines[-1]
     assert not [line for line in lines if "  optim/" in line]

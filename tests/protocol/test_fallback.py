@@ -117,6 +117,17 @@ def test_a_named_tag_is_loaded_or_refused(run: Path) -> None:
         loaded(run, "step_3")
 
 
+def test_retention_says_nothing_of_a_load_before(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It knows the damage from a load that changed live state, which is not its reader's."""
+    damage(run / "step_3")
+    with pytest.raises(CorruptCheckpoint, match="The live state is partly overwritten"):
+        load_checkpoint(run, None, weights(0, 0), verify="reading")
+    with checkpointer(run, 0, 1, durable=False, num_kept_ckpts=2) as saver:
+        save(saver, "step_4", 4)
+    assert ["step_2", "step_3", "step_4"] == visible_tags(run)
+    assert "load another tag. Retention does not count this tag" in caplog.text
+
+
 def test_a_model_that_does_not_fit_is_no_damage(run: Path) -> None:
     """An older tag is no answer to that."""
     with pytest.raises(ShapeMismatch):
