@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import NoneType
 from typing import Any
 
@@ -21,7 +22,7 @@ from nxd_ckpt.core.limits import DCP_METADATA, TREE_DEPTH, check_form, check_siz
 from nxd_ckpt.errors import MalformedFile, UnsafePickle, UnsupportedState
 from nxd_ckpt.formats.inert import Call, Inert
 from nxd_ckpt.formats.machine import Machine
-from nxd_ckpt.formats.safe_globals import global_of
+from nxd_ckpt.formats.safe_globals import Keys, global_of
 from nxd_ckpt.formats.tensors import dtype_name, itemsize, torch_class
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.storage.base import Storage
@@ -161,7 +162,9 @@ def _metadata(root: Any, places: DcpFiles | TieredFiles, files: TagFiles) -> Dcp
     abouts = {_name(name): about.fields for name, about in root.fields["state_dict_metadata"].items()}
     forms = {name: _form(fields, shown(name)) for name, fields in abouts.items() if "chunks" in fields}
     planned = root.fields.get("planner_data") or {}
-    return DcpMetadata(ordered, {_name(name): _keys(planned[name]) for name in planned}, forms, frozenset(abouts))
+    paths = {_name(name): _keys(planned[name]) for name in planned}
+    Keys().check(chain(*paths.values()))
+    return DcpMetadata(ordered, paths, forms, frozenset(abouts))
 
 
 def _name(value: Any) -> str:
@@ -175,7 +178,6 @@ def _keys(path: Any) -> tuple[Any, ...]:
     keys = tuple(path) if isinstance(path, (tuple, list)) else ()
     if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, (str, int, float, tuple, NoneType)) for key in keys):
         raise MalformedFile(f"expected the keys that lead to an entry, found {shown(path)}")
-    hash(keys)  # which raises for a list in a tuple
     return keys
 
 

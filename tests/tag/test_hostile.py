@@ -4,8 +4,9 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -133,6 +134,9 @@ DCP: dict[str, Callable[[Any], object]] = {
     "a file that is a number": lambda m: setattr(_place(m), "relative_path", 5),
     "deep keys": lambda m: m.planner_data.__setitem__("model.a", ("x",) * 10_000),
     "keys of lists": lambda m: m.planner_data.__setitem__("model.a", ([],)),
+    "a key that takes long to hash": lambda m: m.planner_data.__setitem__(
+        "model.a", ("model", reduce(lambda key, _: (key, key), range(20), cast("Any", ())))
+    ),
     "names that are numbers": lambda m: m.state_dict_metadata.__setitem__(5, 5),
     "no data": lambda m: setattr(m, "storage_data", None),
     "a list": lambda m: setattr(m, "state_dict_metadata", [1]),
