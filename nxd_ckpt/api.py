@@ -21,12 +21,11 @@ from nxd_ckpt.commit.retention import Removed
 from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.at_exit import open_objects, settle_unheld
 from nxd_ckpt.coordination.rendezvous import meet
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import split_options, takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.effects import Event, in_forked_children
+from nxd_ckpt.effects import Event, in_forked_children, logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, as_checkpoint_errors
 from nxd_ckpt.keywords import DirectoryKeywords, LoadCheckpointKeywords, SaveCheckpointKeywords
 from nxd_ckpt.live.environment import default_topology, require_all_ranks, topology_of

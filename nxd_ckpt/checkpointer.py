@@ -20,11 +20,10 @@ from nxd_ckpt.coordination.preemption import Preemption
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.coordination.stopping import Schedule
 from nxd_ckpt.coordination.waiting import FairLock
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.tags import Tag, step_of, validate_tag
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.effects import require_own
+from nxd_ckpt.effects import logger, require_own
 from nxd_ckpt.errors import CheckpointerClosed, CheckpointError, as_checkpoint_errors
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.keywords import CheckpointerKeywords, LoadKeywords, SaveKeywords

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
 from nxd_ckpt.core.dcp_names import DcpItem, names_of
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.memory import is_shards
 from nxd_ckpt.formats.tensors import iter_tensors

@@ -1,4 +1,4 @@
-"""System effects of a job: time, threads, their priority, randomness, and the process's identity.
+"""System effects of a job: time, threads, their priority, randomness, the process's identity, and the log.
 
 The folders from ``coordination`` to ``load``, ``storage.s3`` and the ``Checkpointer`` ask for them here, as
 ``effects.sleep(1)``, so that a simulation can replace them (``tests/simulation/world``). Two places do not, and are not
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import platform
 import threading
@@ -47,6 +48,7 @@ __all__ = [
     "get_ident",
     "in_forked_children",
     "local",
+    "logger",
     "monotonic",
     "monotonic_ns",
     "pid",
@@ -58,6 +60,9 @@ __all__ = [
     "yield_disk_to_others",
     "yield_processor_to_others",
 ]
+
+logger: logging.Logger = logging.getLogger("nxd_ckpt")
+"""The logger of all modules, so that users set its level by one name."""
 
 ResultT = TypeVar("ResultT")
 

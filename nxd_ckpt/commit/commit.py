@@ -21,7 +21,6 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import STAGING, VOTES, staging_dir, votes_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import (
     FileEntry,
     Manifest,
@@ -37,6 +36,7 @@ from nxd_ckpt.core.retention_rules import Metrics, Rule
 from nxd_ckpt.core.tags import TagInfo, next_order_time, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.core.votes import Vote, judge, tp_groups_that_differ
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.directory import find_tag, list_tags

@@ -13,10 +13,10 @@ from nxd_ckpt.commit.session import Session
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import pinned, unpin
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.retention_rules import BY_AGE, Best, Metrics, Retention, Rule, decide, unknown_metrics
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.tags import TagInfo, in_order, undated
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, MalformedFile, UnreadableFormat
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.choosing import settle_swap

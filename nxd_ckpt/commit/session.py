@@ -39,10 +39,10 @@ from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.coordination.peers import News, new_channel
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core.limits import NOTE
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     DirectoryNotShared,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.dcp_names import DcpChunk
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.units import neighbours
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import PartNotFound, TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.layouts.dcp_metadata import dump_metadata

@@ -16,10 +16,10 @@ from nxd_ckpt.conversion.result import Converted, ConvertedTensor
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, in_turns, on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     InvalidArgument,
     PartNotFound,

@@ -19,11 +19,11 @@ from nxd_ckpt.conversion.tag_writer import Job, write_tag
 from nxd_ckpt.coordination.agreement import on_all
 from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core.data_position import Position
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS
 from nxd_ckpt.formats.safetensors import TensorForm

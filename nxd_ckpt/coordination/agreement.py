@@ -19,7 +19,7 @@ from nxd_ckpt import effects, errors
 from nxd_ckpt.coordination.peers import Peers
 from nxd_ckpt.coordination.waiting import pause_after
 from nxd_ckpt.core.limits import shown
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree, ReplicaLost, TagReplaced
 
 T = TypeVar("T")

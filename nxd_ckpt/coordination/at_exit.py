@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

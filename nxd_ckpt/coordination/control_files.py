@@ -13,9 +13,9 @@ from typing import Any
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import DONE, HIDDEN, MARKER
 from nxd_ckpt.core.tags import order_text
+from nxd_ckpt.effects import logger
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.directory import Names
 

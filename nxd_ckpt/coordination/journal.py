@@ -52,10 +52,10 @@ from nxd_ckpt.coordination.control_files import (
     unfinished_dir,
 )
 from nxd_ckpt.core.limits import NOTE, checked_name
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import DONE, HIDDEN, MANIFEST, MARKER
 from nxd_ckpt.core.tags import order_text, validate_tag
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, OutcomeUnknown
 from nxd_ckpt.storage.base import Storage
 

@@ -25,7 +25,7 @@ from nxd_ckpt.coordination.at_exit import settle_unheld
 from nxd_ckpt.coordination.control_files import HEARTBEAT, LEASE, PLACE, set_aside
 from nxd_ckpt.core import document
 from nxd_ckpt.core.limits import NOTE, checked_text, integers
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import DirectoryInUse, MalformedFile, StorageError
 from nxd_ckpt.storage.base import Storage, here
 

@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.storage.hosts.wire import NONCE, connect, group_addresses, listen, proof
 
 Address = dict[str, Any]

@@ -17,7 +17,7 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination import worker_shield
 from nxd_ckpt.coordination.agreement import Agreement
 from nxd_ckpt.coordination.stopping import Stopping
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import PreemptionOptions
 

@@ -35,8 +35,7 @@ from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, Words, answer_of
 from nxd_ckpt.coordination.peers import WHEREABOUTS, Address, ConnectionToRank0, Rank0Connections
 from nxd_ckpt.coordination.waiting import FairLock
-from nxd_ckpt.core.log import logger
-from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.effects import in_forked_children, logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile, PeerTimeout, RanksDisagree
 
 _LOOKS = 4

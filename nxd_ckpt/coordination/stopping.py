@@ -19,8 +19,8 @@ from typing import Any
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.peers import new_channel
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import ranks_of
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, PeerTimeout
 from nxd_ckpt.options.checkpointer_options import ScheduleOptions
 

@@ -22,8 +22,8 @@ from typing import Any
 from weakref import WeakSet
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.effects import logger
 
 _POLL_SECONDS = 1.0
 

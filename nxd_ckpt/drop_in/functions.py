@@ -20,9 +20,8 @@ import torch
 
 from nxd_ckpt import api
 from nxd_ckpt.commit.tier import Tier, checked_tiers
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.effects import Event
+from nxd_ckpt.effects import Event, logger
 from nxd_ckpt.formats.plain_data import without_refused
 from nxd_ckpt.live.environment import default_topology
 from nxd_ckpt.live.named import by_name

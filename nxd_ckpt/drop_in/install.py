@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 from typing_extensions import Unpack
 
 from nxd_ckpt.commit.tier import Tier
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.drop_in import functions, rank_files
 from nxd_ckpt.drop_in.functions import CHECKPOINT_MODULE, IOState, Settings
+from nxd_ckpt.effects import logger
 from nxd_ckpt.keywords import InstallKeywords
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions

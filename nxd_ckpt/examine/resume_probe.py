@@ -12,9 +12,9 @@ from typing_extensions import Unpack
 from nxd_ckpt.checkpoint import Checkpoint
 from nxd_ckpt.coordination.agreement import SingleProcessAgreement
 from nxd_ckpt.core.findings import Finding, doubt, problem
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import options_of, takes
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import as_checkpoint_errors
 from nxd_ckpt.examine.doctor import Examination
 from nxd_ckpt.formats.crc32 import crc32

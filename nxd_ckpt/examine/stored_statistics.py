@@ -12,7 +12,7 @@ from nxd_ckpt.coordination.control_files import drop_statistics_of_lost_tags, st
 from nxd_ckpt.core import document
 from nxd_ckpt.core.document import parsing
 from nxd_ckpt.core.limits import checked_text
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.reshard.tensor_statistics import TensorStatistics
 from nxd_ckpt.tag.opened import OpenTag

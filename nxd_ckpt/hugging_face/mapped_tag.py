@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece
 from nxd_ckpt.core.reads import CutIndex
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     IncompatibleState,
     KeyMismatch,

@@ -6,7 +6,7 @@ kind of tree. Files are listed once: a tag does not change while it is being rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from nxd_ckpt.formats.recorded_tree import tree_of
 from nxd_ckpt.formats.safetensors import read_header
 from nxd_ckpt.formats.strides import Stride, note, noted, with_stride
 from nxd_ckpt.formats.tensors import (
+    Assembly,
     Path,
     TensorReference,
     TensorStub,
@@ -417,3 +418,32 @@ def meant_instead(storage: Storage, key: str) -> str:
     except (OSError, MalformedFile):
         return ""
     return "" if close is None else f"; did you mean {'/'.join(filter(None, (storage.url.rstrip('/'), above, close)))}?"
+
+
+Tree = dict[str, Any]
+
+_CACHED = 2**16
+"""Maximum number of tensors in all cached trees: about 40 MB."""
+
+
+class TreeCache:
+    """The trees that were used last, of `_CACHED` tensors together, or a single larger one.
+
+    A view that uses many trees for each of its tensors holds them itself: they may be more than the cache keeps.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._trees: dict[Hashable, tuple[dict[str, Any], int]] = {}  # in order of last use
+
+    def get(self, key: Hashable, read: Callable[[], Tree]) -> Tree:
+        """Return the tree of that key; ``read`` makes it if it is not cached. It is shared: nobody may change it."""
+        cached = self._trees.pop(key, None)
+        if cached is None:
+            tree = read()
+            cached = tree, sum(1 for _ in iter_tensors(tree, (TensorStub, Assembly, MissingTensor)))
+            self._count += cached[1]
+        self._trees[key] = cached
+        while self._count > _CACHED and len(self._trees) > 1:
+            self._count -= self._trees.pop(next(iter(self._trees)))[1]
+        return cached[0]

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from nxd_ckpt.core.limits import is_text
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.parameter_names import BASE_LAYER, CONFIG, is_adapter, without_base_layer
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.live.load_hooks import has_module_of
 from nxd_ckpt.live.model import DictModel, ModelAdapter, ModuleModel

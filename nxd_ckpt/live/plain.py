@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import OptimizerMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME, OWN_FORM, ROWS, VALUE, is_rows, options_of
 from nxd_ckpt.formats.state import OptimizerForm

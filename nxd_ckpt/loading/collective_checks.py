@@ -12,9 +12,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.name_patterns import NOT_LIVE, unmatched
 from nxd_ckpt.core.suggestions import first_of, left_out, listed, prefix_advice, renaming_advice
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import KeyMismatch, OptimizerMismatch, RanksDisagree
 from nxd_ckpt.hugging_face.mappings import family_advice
 from nxd_ckpt.live.ignoring import digest

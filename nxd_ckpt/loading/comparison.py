@@ -16,8 +16,8 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.findings import Finding, doubt, problem
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CorruptCheckpoint, ResumeDiffers
 from nxd_ckpt.formats.assembly import box_of
 from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine_blocks, crc32

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, cast
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.tags import Tag, narrowed, step_of, validate_tag
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,

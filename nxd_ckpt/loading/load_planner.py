@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.name_patterns import NOT_LIVE, PARAM_GROUPS
 from nxd_ckpt.core.partition import Piece, zero1_pieces, zero1_shape
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import IncompatibleState, OptimizerMismatch, PartLost, PartNotFound
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot

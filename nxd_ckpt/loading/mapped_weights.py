@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from nxd_ckpt.core.box import Box
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import plain_names
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.memory import torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, itemsize

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, UnsupportedState
 from nxd_ckpt.formats.memory import allocated, repeats, strided
 from nxd_ckpt.formats.strides import stored_stride

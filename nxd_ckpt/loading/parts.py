@@ -17,9 +17,9 @@ import torch
 
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,

@@ -18,7 +18,7 @@ import torch
 
 from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, on_all
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, ReplicaLost
 from nxd_ckpt.formats.memory import byte_view
 from nxd_ckpt.loading.overwriting import Delivery, Fill, Seen

@@ -15,8 +15,8 @@ from enum import Enum
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import DigestMismatch, MalformedFile, PartNotFound
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.torch_zip import check_digest

@@ -12,9 +12,9 @@ from nxd_ckpt.coordination.control_files import LEASE, PLACE
 from nxd_ckpt.coordination.guests import entries_of
 from nxd_ckpt.coordination.journal import Replacement
 from nxd_ckpt.coordination.lease import other_job_lives
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.layouts.files import require_directory
 from nxd_ckpt.storage.base import Storage

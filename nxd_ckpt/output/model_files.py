@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.core import document
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import neighbours
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.safetensors import SafetensorsImage, TensorForm, lay_out
 from nxd_ckpt.formats.tensors import Assembly

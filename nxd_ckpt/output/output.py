@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from nxd_ckpt.coordination.lease import OutputLease, is_in_use_here
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import HIDDEN
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.options.conversion import ConvertOptions

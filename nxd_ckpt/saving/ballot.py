@@ -18,7 +18,6 @@ from nxd_ckpt.commit.voting import ANSWER, VOTE, AttemptVotes
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import votes_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.names import folders_of
 from nxd_ckpt.core.suggestions import first_of
@@ -36,6 +35,7 @@ from nxd_ckpt.core.votes import (
     unlike,
     with_other_user_content,
 )
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     MalformedFile,

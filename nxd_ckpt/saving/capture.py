@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.name_patterns import PARAM_GROUPS, unmatched
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.memory import is_shards
 from nxd_ckpt.formats.plain_data import check_picklable_as_data

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from nxd_ckpt import effects
 from nxd_ckpt.coordination import at_exit
-from nxd_ckpt.core.log import logger
-from nxd_ckpt.effects import require_own
+from nxd_ckpt.effects import logger, require_own
 from nxd_ckpt.errors import CheckpointError, DirectoryInUse, InvalidArgument, translated
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.commit.retention import remove_surplus
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import plan_difference
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, OutcomeUnknown, RanksDisagree, in_words, to_wire, translated
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.live import torch_xla

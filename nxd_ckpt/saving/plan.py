@@ -26,11 +26,11 @@ import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpChunk
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.mesh import MeshGroup, MeshRecord
 from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats import xser
 from nxd_ckpt.formats.optimizer_trees import MASTERS, OWN_FORM

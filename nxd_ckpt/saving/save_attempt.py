@@ -23,12 +23,12 @@ from nxd_ckpt.commit.voting import AttemptVotes
 from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import JOURNAL, staging_dir, verdict_dir
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.retention_rules import Rule
 from nxd_ckpt.core.tags import goes_back
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Verdict, Vote
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     DirectoryInUse,

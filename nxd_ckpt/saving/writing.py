@@ -23,11 +23,11 @@ import numpy as np
 from nxd_ckpt import effects
 from nxd_ckpt.commit.publication import Publication
 from nxd_ckpt.core.dcp_names import DcpChunk
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, RankIndex, TensorEntry, dump_index
 from nxd_ckpt.core.names import DONE, folders_of, tensors_dirs
 from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.image import StorageRecord

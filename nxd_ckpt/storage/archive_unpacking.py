@@ -30,7 +30,7 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument, MalformedFile
 from nxd_ckpt.storage.archive_storage import ArchiveFile
 from nxd_ckpt.storage.base import Reader, Storage

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.units import size
+from nxd_ckpt.effects import logger
 
 _PATIENCE = 2.0
 """Seconds before a bar is shown."""

@@ -15,10 +15,10 @@ from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import HEARTBEAT, JOURNAL
 from nxd_ckpt.coordination.waiting import Backoff
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, undated, undecided, validate_tag
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, InvalidTag, MalformedFile
 from nxd_ckpt.layouts import nemo
 from nxd_ckpt.layouts.files import require_directory

@@ -15,7 +15,6 @@ from pathlib import Path
 from nxd_ckpt.coordination.guests import entries_of, guests_of
 from nxd_ckpt.core.document import known_by_name
 from nxd_ckpt.core.limits import NOTE
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import load_manifest
 from nxd_ckpt.core.names import (
     DONE,
@@ -34,6 +33,7 @@ from nxd_ckpt.core.names import (
 )
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import TagInfo
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.layouts import legacy, nemo
 from nxd_ckpt.layouts.files import meant_instead

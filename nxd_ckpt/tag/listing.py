@@ -15,13 +15,13 @@ from nxd_ckpt import effects
 from nxd_ckpt.coordination.control_files import pinned
 from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import Manifest
 from nxd_ckpt.core.names import describe, holes
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention_rules import Best, Metrics
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import TagInfo, in_order, latest, step_of
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,

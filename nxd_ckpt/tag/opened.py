@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.document import as_written
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -28,7 +28,7 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
-from nxd_ckpt.layouts.files import MissingTensor, TagFiles
+from nxd_ckpt.layouts.files import MissingTensor, TagFiles, TreeCache
 from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
 from nxd_ckpt.layouts.nxd_tag import TagLayout, layout_of
 from nxd_ckpt.layouts.payload import checked_rank_state
@@ -36,7 +36,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.identity import Identity, is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.range_reader import in_parallel
-from nxd_ckpt.tag.tree_cache import TreeCache
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, Manifest, load_index
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, PartLost, TagReplaced
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.progress import Counter

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from nxd_ckpt import effects
 from nxd_ckpt.core import names, units
 from nxd_ckpt.core.findings import collect_problems
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry, TensorEntry
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import Tag
 from nxd_ckpt.core.topology import Coordinates
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,

@@ -20,8 +20,8 @@ from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.conversion.cp import copy_files
 from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import COPIES
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.units import size
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, CorruptCheckpoint, in_words, to_wire
 from nxd_ckpt.output.cp_files import CopyMeans, HostCopies, files_to_copy
 from nxd_ckpt.saving.pending import Helpers, Worker

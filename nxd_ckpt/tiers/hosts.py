@@ -22,9 +22,9 @@ from nxd_ckpt.commit.tier import Tier
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.coordination.control_files import FETCHED, PROBES
 from nxd_ckpt.core import names
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.tags import in_order
 from nxd_ckpt.core.units import size
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, RanksDisagree
 from nxd_ckpt.output.cp_files import TagFile, files_to_copy
 from nxd_ckpt.saving.pending import Worker

@@ -27,10 +27,10 @@ from torch.futures import Future
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, names_of
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.formats.assembly import box_of, cut_box
 from nxd_ckpt.formats.memory import allocated, distinct, repeats, torch_dtype

@@ -30,7 +30,6 @@ from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.arguments import plain_value
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, DcpPart, names_of
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.retention_rules import GivenMetrics, NumKept, Retain, recorded_metrics, rules_of
 from nxd_ckpt.core.suggestions import first_of
@@ -38,6 +37,7 @@ from nxd_ckpt.core.tags import Tag, validate_tag
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.units import Seconds
 from nxd_ckpt.core.votes import Vote
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     InvalidArgument,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from nxd_ckpt.formats.tensors import Assembly
-from nxd_ckpt.tag import tree_cache
-from nxd_ckpt.tag.tree_cache import TreeCache
+from nxd_ckpt.layouts import files
+from nxd_ckpt.layouts.files import TreeCache
 
 
 def tree_of(count: int) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def test_a_tree_is_read_once() -> None:
 
 def test_what_was_asked_for_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trees of two tensors fit into a cache of five; asking for one of them keeps it."""
-    monkeypatch.setattr(tree_cache, "_LIMIT", 5)
+    monkeypatch.setattr(files, "_CACHED", 5)
     cache = TreeCache()
     for key in "abac":
         read_again(cache, key)
@@ -41,6 +41,6 @@ def test_what_was_asked_for_longest_ago_goes_first(monkeypatch: pytest.MonkeyPat
 
 def test_a_tree_larger_than_the_limit_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is what is being read; it goes with the next one."""
-    monkeypatch.setattr(tree_cache, "_LIMIT", 1)
+    monkeypatch.setattr(files, "_CACHED", 1)
     cache = TreeCache()
     assert [True, False, True, True] == [read_again(cache, key) for key in "aaba"]

@@ -17,9 +17,8 @@ from typing import Any
 from weakref import WeakSet
 
 from nxd_ckpt.core.limits import DOCUMENT
-from nxd_ckpt.core.log import logger
 from nxd_ckpt.core.manifest import FileEntry
-from nxd_ckpt.effects import in_forked_children, yield_disk_to_others, yield_processor_to_others
+from nxd_ckpt.effects import in_forked_children, logger, yield_disk_to_others, yield_processor_to_others
 from nxd_ckpt.errors import CheckpointError, MalformedFile
 from nxd_ckpt.storage.base import Version, Writer
 from nxd_ckpt.storage.hosts.directory import OwnDirectory

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nxd_ckpt.core.log import logger
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.storage.transfer import Throttle, check_limits, shared_throttle
 from nxd_ckpt.version import __version__

@@ -17,8 +17,7 @@ from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
 from nxd_ckpt import effects
-from nxd_ckpt.core.log import logger
-from nxd_ckpt.effects import in_forked_children
+from nxd_ckpt.effects import in_forked_children, logger
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket, ConditionFailed
 from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.wrapper import pause_after
