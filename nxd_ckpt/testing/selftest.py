@@ -301,7 +301,7 @@ def _dtypes(rank: Rank) -> Outcome:
         if not re.fullmatch(r"(u?int(8|16|32|64)|bool|b?float.*|complex.*)", name):
             continue  # quantized ones, and parts of a byte: torch has no tensor of plain numbers of these
         # Neither NaNs nor subnormal numbers: a device may change their bits.
-        values = torch.randint(4, 64, (64 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        values = torch.randint(8, 64, (64 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
         live = _moved((values & 1 if dtype == torch.bool else values).view(dtype), rank.device)
         if live is None:
             lacking.append(name)
