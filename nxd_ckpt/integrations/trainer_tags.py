@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 from nxd_ckpt.api import close_checkpointers
 from nxd_ckpt.checkpointer import Checkpointer
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.at_exit import open_objects
 from nxd_ckpt.coordination.control_files import PINS, STAGING
 from nxd_ckpt.coordination.guests import given_entries
 from nxd_ckpt.core.names import DONE, HIDDEN, INDEX_DIR, MANIFEST, MARKER, SCHEDULER
@@ -43,10 +44,17 @@ from nxd_ckpt.tag.verify import problems_of
 logger = logging.getLogger("nxd_ckpt")
 
 
+class _Saver(Checkpointer):
+    """The Checkpointer of one run of a trainer."""
+
+
 def end_earlier_runs() -> None:
-    """Wait for the saves of a run that failed in this process. Their failures were logged: they are not of this run."""
-    with suppress(SaveFailed):
-        close_checkpointers()
+    """Wait for all saves in this process. Failures of a trainer's earlier run were logged, and are not of this run."""
+    for saver in open_objects():
+        if isinstance(saver, _Saver):
+            with suppress(SaveFailed):
+                saver.release()
+    close_checkpointers()
 
 
 class TrainerSaves:
@@ -72,7 +80,7 @@ class TrainerSaves:
         durable = CheckpointerOptions(**shared).durable
         self.directory = directory
         self._storage = LocalStorage(directory, durable) if own is None else _BesideOwn(directory, own, durable)
-        self._checkpointer = Checkpointer(directory, storage=self._storage, tiers=rest.pop("tiers", None), **shared)
+        self._checkpointer = _Saver(directory, storage=self._storage, tiers=rest.pop("tiers", None), **shared)
         self._options = rest
         self._numbered = numbered
         self._patterns = (*former, f"{STATE}*", DIGESTS)

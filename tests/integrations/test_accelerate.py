@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from examples.train_accelerate import main
-from nxd_ckpt import effects, open_checkpoint
+from nxd_ckpt import Checkpointer, effects, open_checkpoint
 from nxd_ckpt.errors import (
     IncompatibleState,
     InvalidArgument,
     KeyMismatch,
     MalformedFile,
     OptimizerMismatch,
+    SaveFailed,
 )
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.saving import ballot
@@ -78,6 +79,21 @@ def test_a_save_of_an_earlier_run_that_failed_does_not_stop_a_load(
         Job(tmp_path, Background).accelerator.save_state()
         assert 1 == Job(tmp_path).resume()
     assert "No space left on device" in caplog.text
+
+
+def test_a_save_of_one_s_own_that_failed_is_still_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not of a trainer's earlier run: the load waits for it, and would be the last to tell of it."""
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Job(tmp_path / "run").run(1)
+    own = Checkpointer(tmp_path / "own", durable=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(ballot, "write_index", full)
+        own.save("one", {"w": torch.ones(2)}, async_save=True)
+        with pytest.raises(SaveFailed, match="No space left on device"):
+            Job(tmp_path / "run").resume()
 
 
 def test_a_checkpoint_is_a_tag_with_accelerates_files(tmp_path: Path) -> None:
