@@ -324,6 +324,8 @@ class LoadAttempt:
             trees = self._planner.trees()
             trees.missing = self._missing
             trees.unexpected = self._unexpected
+            if not self._request.options.verifies_first:  # else the bytes of all are compared before anything changes
+                self._opened.refuse_changed(leaf for _, leaf in trees.leaves())
             return PreparedLoad(self._context, self._request, self._cache, trees)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -92,6 +92,7 @@ class OpenTag:
         self._verified: set[str] = set()
         self.entries: Entries = layout.files.entries
         self._trees = TreeCache()
+        self._changed: dict[tuple[str, int], DigestMismatch] = {}
 
     @property
     def where(self) -> str:
@@ -373,11 +374,7 @@ class OpenTag:
             return load_index(data, where)
 
     def read(self, leaf: Leaf) -> torch.Tensor:
-        """Read one tensor to the CPU.
-
-        Raises:
-            DigestMismatch: the bytes are not those that were written.
-        """
+        """Read one tensor to the CPU. Raises DigestMismatch if the bytes are not those that were written."""
         return self._layout.files.read(leaf) if isinstance(leaf, TensorStub) else self.put_together(leaf, "")
 
     def read_all(self, tree: Any) -> Any:
@@ -450,15 +447,24 @@ class OpenTag:
         try:
             check_bytes(data, entry, f"{self.where}/{file}")
         except DigestMismatch as error:
-            tensors = (entry for entry in index.tensors if entry.file == file)
+            tensors = [entry for entry in index.tensors if entry.file == file]
             changed = changed_tensors(tensors, lambda start, nbytes: crc32.crc32(data[start : start + nbytes]))
-            if changed and file in index.trees:
-                return False
-            raise DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}") from error
+            mismatch = DigestMismatch(f"{error}{': ' if changed else ''}{first_of(sorted(changed))}")
+            if not changed or file not in index.trees:
+                raise mismatch from error
+            self._changed |= {(file, entry.offset): mismatch for entry in tensors if entry.name in changed}
+            return False
         if self._keeps:
             self._layout.files.keep(file, data)
         self._layout.files.record(file, entry.nbytes)
         return True
+
+    def refuse_changed(self, leaves: Iterable[Leaf]) -> None:
+        """Raise DigestMismatch if one of the leaves is made of a tensor that is known to be damaged."""
+        for leaf in leaves if self._changed else ():
+            for stub in (fragment.stub for fragment in Assembly.of(leaf).fragments):
+                if (stub.file, stub.storage.offset) in self._changed:
+                    raise self._changed[stub.file, stub.storage.offset]
 
     def _record_tree(self, file: str, nbytes: int, index: RankIndex, is_compared: bool) -> None:
         """Take the content of a file from its writer's index, if that has it: the digests there verify its tensors."""

@@ -3,7 +3,7 @@
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -68,8 +68,12 @@ def test_what_is_left_out_may_be_damaged(tmp_path: Path) -> None:
         loaded: dict[str, Any] = {}
         load_checkpoint(tmp_path, "t", loaded, ignore_keys=["model/lost"], verify=verify)
         assert (["kept"], True) == ([*loaded], torch.equal(kept, loaded["kept"]))
+    modes: list[bool | Literal["reading"]] = [True, "reading", False]
+    for mode in modes:
+        live = {"kept": torch.zeros(9), "lost": torch.zeros(9)}
         with pytest.raises(DigestMismatch, match="model/lost"):
-            load_checkpoint(tmp_path, "t", {}, verify=verify)
+            load_checkpoint(tmp_path, "t", live, verify=mode)
+        assert not any(map(torch.any, live.values())), "a small file is compared before anything changes"
     checkpoint = open_checkpoint(tmp_path, "t")
     assert ["model/kept", "model/lost"] == checkpoint.keys()
     assert torch.equal(kept, checkpoint.read("model/kept"))
