@@ -173,10 +173,13 @@ def _name(value: Any) -> str:
     return value
 
 
+_KEYS = (str, int, float, complex, bytes, tuple, frozenset, NoneType)
+
+
 def _keys(path: Any) -> tuple[Any, ...]:
     """Check and return the keys that lead to an entry: keys of dicts or lists."""
     keys = tuple(path) if isinstance(path, (tuple, list)) else ()
-    if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, (str, int, float, tuple, NoneType)) for key in keys):
+    if not 0 < len(keys) <= TREE_DEPTH or not all(isinstance(key, _KEYS) for key in keys):
         raise MalformedFile(f"expected the keys that lead to an entry, found {shown(path)}")
     return keys
 
@@ -229,14 +232,18 @@ _ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADAT
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 }
 _RECORD = Call(_Record)
-_INERT_MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local", "collections")
+_INERT_MODULES = (
+    *("torch", "torch.serialization", "pathlib", "pathlib._local", "collections"),
+    *("builtins", "_codecs"),  # of keys: sets, complex numbers, and bytes in protocol 2
+)
 
 
 class _Machine(Machine):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _RECORD
-        stand_in = global_of(module, name) if module in _INERT_MODULES else None
+        own = "builtins" if module == "__builtin__" else module  # its name in Python 2, and in protocol 2
+        stand_in = global_of(own, name) if own in _INERT_MODULES else None
         if stand_in is not None:
             return stand_in
         raise UnsafePickle(f"its pickle asks for {module:.100}.{name:.100}, which no metadata of torch DCP holds")

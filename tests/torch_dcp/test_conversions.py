@@ -278,7 +278,7 @@ def test_everything_beside_tensors_goes_there_and_back(tmp_path: Path) -> None:
     optimizer.step()
     endless: list[Any] = [1]
     endless.append(endless)
-    by = {7: 1, (1, "x"): 2, None: 3}
+    by = {7: 1, (1, "x"): 2, None: 3, b"k": 4, frozenset({1}): 5, 1j: 6}
     content = {"rng": [torch.ones(2), torch.zeros(2)], "counts": {0: "a", 1: "b"}, "by": by, "endless": endless}
     model = {**dict(zip(names, parameters, strict=True)), "w._extra_state": extra}
     save_checkpoint(tmp_path, "a", model, optimizer, user_content=content, param_names=[names])
