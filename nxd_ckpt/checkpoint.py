@@ -170,11 +170,11 @@ class Checkpoint:
             TagReplaced: the tag was removed, or saved again, since it was opened.
         """
         refuse_fake_mode()
-        with self._opened.guarded(verified=self.manifest is not None) as read:
+        with self._opened.guarded(verified=self.manifest is not None) as files:
             leaf = self.whole.leaf(name)
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
-            read += [fragment.stub.file for fragment in Assembly.of(leaf).fragments]
+            files += [fragment.stub.file for fragment in Assembly.of(leaf).fragments]
             return self._opened.put_together(leaf, name)
 
     @as_checkpoint_errors

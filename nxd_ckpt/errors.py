@@ -278,8 +278,8 @@ def translated() -> Iterator[None]:
             raise exhausted from error
         if not isinstance(error, OSError):
             raise
-        told = StorageError(to_wire(error)[1])
-        told.errno = error.errno
-        raise told from error
+        storage_error = StorageError(to_wire(error)[1])
+        storage_error.errno = error.errno
+        raise storage_error from error
     except EOFError as error:  # a file became shorter while it was read
         raise MalformedFile(str(error)) from error

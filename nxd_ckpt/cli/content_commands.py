@@ -296,7 +296,9 @@ _FIELDS = {"model": "model", "optim": "optimizer", "scheduler": "scheduler", "us
 
 def _summed_up(document: dict[str, Any], parts: Mapping[str, Parts]) -> Iterator[str]:
     """Yield the lines of the differences, with a single one for a part that one side lacks."""
-    lacking = {part: side for side, held in parts.items() for part, name in _FIELDS.items() if not getattr(held, name)}
+    lacking = {
+        part: side for side, present in parts.items() for part, name in _FIELDS.items() if not getattr(present, name)
+    }
     rest, counts = dict(document), Counter[str]()
     for kind in ("tensors", "values"):
         part_of = [each["name"].partition("/")[0] for each in document[kind]]

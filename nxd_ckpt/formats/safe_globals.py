@@ -282,11 +282,16 @@ GLOBALS: dict[tuple[str, str], Any] = {
 """(module, name) -> the object for the unpickler. Tensors and their storages are in `unpickle`."""
 
 
+_PYTHON_2_NAMES = {"xrange": "range", "long": "int", "unicode": "str"}  # what protocol 2 still writes
+
+
 def global_of(module: str, name: str) -> Any:
     """Return the object for the unpickler; None for a global that no checkpoint may name.
 
     Torch's own values need torch, which is imported once a pickle names one.
     """
+    if module == "__builtin__":
+        return GLOBALS.get(("builtins", _PYTHON_2_NAMES.get(name, name)))
     if (module, name) in GLOBALS or module not in ("torch", "torch.serialization"):
         return GLOBALS.get((module, name))
     from nxd_ckpt.formats.torch_globals import TORCH_GLOBALS

@@ -51,7 +51,6 @@ STORAGE_CLASSES = {
 
 _DTYPE_OF_STORAGE = {storage: dtype for dtype, storage in STORAGE_CLASSES.items()}
 _UNTYPED = "uint8"
-_PYTHON_2_NAMES = {"xrange": "range", "long": "int", "unicode": "str"}  # what protocol 2 still writes
 
 Leaf = Callable[[TensorStub], Any]
 
@@ -102,8 +101,7 @@ _REMEDY = (
 
 def global_named(module: str, name: str) -> Any:
     """Return the object for a global of plain data. Raises UnsafePickle for any other."""
-    key = ("builtins", _PYTHON_2_NAMES.get(name, name)) if module == "__builtin__" else (module, name)
-    plain_global = global_of(*key)
+    plain_global = global_of(module, name)
     if plain_global is None:
         raise UnsafePickle(f"its pickle asks for {module:.{_NAME}}.{name:.{_NAME}}, which is not plain data")
     return plain_global

@@ -11,7 +11,6 @@ content. Which checkpoints stay is up to ``ModelCheckpoint``.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ from nxd_ckpt.coordination.lease import leased
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.core.option_classes import plain_options, takes
 from nxd_ckpt.core.topology import Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     IncompatibleState,
@@ -48,16 +48,13 @@ from nxd_ckpt.integrations.trainer_tags import WORLD_SIZE, parameter_names, requ
 from nxd_ckpt.keywords import SaveCheckpointKeywords
 from nxd_ckpt.live.data_position import capture_random_state, restore_random_state
 from nxd_ckpt.live.environment import default_topology
+from nxd_ckpt.loading.load import require_same_save
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT, CheckpointerOptions
 from nxd_ckpt.output.locations import Location, location_of
 from nxd_ckpt.saving.options import SaveOptions
 from nxd_ckpt.saving.pending import PendingSave
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path, open_storage, options_for
-from nxd_ckpt.tag.identity import require_one_save
-
-logger = logging.getLogger("nxd_ckpt")
-
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """Lightning's packages, each with the package of its plugins."""
@@ -453,8 +450,7 @@ def _require_one_save(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
         return
     agreement = meet(trainer.global_rank, trainer.world_size, DEFAULT_TIMEOUT, "resume")
     if agreement is not None:
-        saves = agreement.gather(f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')}")
-        decided_by_rank0(agreement, partial(require_one_save, saves or ()))
+        require_same_save(agreement, f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')}")
 
 
 def _saved_run(trainer: Any, checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:

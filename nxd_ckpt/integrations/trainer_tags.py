@@ -9,7 +9,6 @@ seal (see `nxd_ckpt.tag.digest_lists`). Such checkpoints are read, and replaced.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import uuid
@@ -29,6 +28,7 @@ from nxd_ckpt.core.names import DONE, HIDDEN, INDEX_DIR, MANIFEST, MARKER, SCHED
 from nxd_ckpt.core.option_classes import split_options
 from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.core.retention_rules import Last
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, SaveFailed, UnsupportedState, as_checkpoint_errors
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
 from nxd_ckpt.saving.pending import PendingSave
@@ -40,8 +40,6 @@ from nxd_ckpt.tag.digest_lists import DIGESTS, STATE, read_seal
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity, manifest_of, note_damage
 from nxd_ckpt.tag.verify import problems_of
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 class _Saver(Checkpointer):

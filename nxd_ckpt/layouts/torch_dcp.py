@@ -234,7 +234,7 @@ _ALLOWED = {("torch.distributed.checkpoint.metadata", name) for name in _METADAT
 _RECORD = Call(_Record)
 _INERT_MODULES = (
     *("torch", "torch.serialization", "pathlib", "pathlib._local", "collections"),
-    *("builtins", "_codecs"),  # of keys: sets, complex numbers, and bytes in protocol 2
+    *("builtins", "__builtin__", "_codecs"),  # of keys: sets, complex numbers, and bytes in protocol 2
 )
 
 
@@ -242,8 +242,7 @@ class _Machine(Machine):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _RECORD
-        own = "builtins" if module == "__builtin__" else module  # its name in Python 2, and in protocol 2
-        stand_in = global_of(own, name) if own in _INERT_MODULES else None
+        stand_in = global_of(module, name) if module in _INERT_MODULES else None
         if stand_in is not None:
             return stand_in
         raise UnsafePickle(f"its pickle asks for {module:.100}.{name:.100}, which no metadata of torch DCP holds")

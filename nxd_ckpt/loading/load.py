@@ -171,7 +171,7 @@ def _opened(storage: Storage, source: TagSource, request: LoadRequest, opens: Op
 
 
 def _load_by_path(storage: Storage, found: ByPath, request: LoadRequest) -> Loaded:
-    _require_same(request.agreement, f"{storage.url}/{found.key}")
+    require_same_save(request.agreement, f"{storage.url}/{found.key}")
     if request.options.pre_download:
         where = f"{storage.url}/{found.key}"
         raise InvalidArgument(f"{where} was named by its path: pre_download= is for the tags of a directory")
@@ -226,13 +226,13 @@ def _require_one_save(agreement: Agreement, attempt: LoadAttempt) -> None:
     saves = agreement.gather(attempt.save)
     if decided_by_rank0(agreement, lambda: len(set(saves or ())) > 1):
         on_all(agreement, attempt.require_unchanged)
-    _require_same(agreement, attempt.identity)
+    require_same_save(agreement, attempt.identity)
 
 
-def _require_same(agreement: Agreement, identity: str) -> None:
+def require_same_save(agreement: Agreement, save: str) -> None:
     """Raise RanksDisagree, on all ranks, unless all are about to load the same."""
-    identities = agreement.gather(identity)
-    decided_by_rank0(agreement, partial(require_one_save, identities or ()))
+    saves = agreement.gather(save)
+    decided_by_rank0(agreement, partial(require_one_save, saves or ()))
 
 
 def _common_tag(requests: Sequence[Sequence[Any]]) -> Tag | None:

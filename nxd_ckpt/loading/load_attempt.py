@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from nxd_ckpt.core.name_patterns import NOT_LIVE, Renaming
 from nxd_ckpt.core.parameter_names import names_without_wrappers, plain_names
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
 from nxd_ckpt.formats.tensors import Assembly, form_of, nbytes_of
 from nxd_ckpt.hugging_face.mapping import ModelMapping
@@ -59,8 +59,6 @@ from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf, LeafReader
-
-logger = logging.getLogger("nxd_ckpt")
 
 
 def open_cache(storage: Storage, tag: str, work_dir: str | os.PathLike[str] | None) -> CachedStorage:

@@ -85,7 +85,7 @@ class LoadRetries:
         # Not if it may only be that of a downloaded copy, or of one of several copies.
         is_single = not (self._options.pre_download or _is_replicated(self._storages[source.copy.place]))
         if is_single and _is_damage(error):
-            self._note_damage(source.copy, _told(error))
+            self._note_damage(source.copy, _report_of(error))
         if self._may_fall_back and isinstance(error, (CorruptCheckpoint, PartLost)):
             error.args = (f"{error}. With fallback=True the newest undamaged checkpoint is loaded in its place",)
         if isinstance(error, TagReplaced):
@@ -191,8 +191,8 @@ def _is_damage(error: BaseException) -> bool:
     return isinstance(error, _UNFIT) and not isinstance(error, UnreadableFormat)
 
 
-def _told(error: Exception) -> str:
-    """Return what an error says of the tag, without what became of the live state."""
+def _report_of(error: Exception) -> str:
+    """Return the words of an error on the tag, without what became of the live state."""
     return str(error).removesuffix(f". {PARTLY}")
 
 
@@ -202,7 +202,7 @@ def _common_failure(agreement: Agreement, error: Exception, downloads: bool) -> 
     Raises ``error`` if no rank found the tag to be the reason.
     """
     is_system = isinstance(error, OSError) and not isinstance(error, CheckpointNotFound)
-    report = _told(error) if isinstance(error, _UNFIT) or is_system else None
+    report = _report_of(error) if isinstance(error, _UNFIT) or is_system else None
     gathered = agreement.gather([report, _is_damage(error), isinstance(error, UnreadableFormat), downloads]) or []
 
     def worst() -> _Failure | None:

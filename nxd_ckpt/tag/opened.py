@@ -108,11 +108,11 @@ class OpenTag:
         ``verified`` means that every read is compared with digests that were known before. Otherwise bytes may come
         from another save without any error, so the identity is checked at the end in any case.
         """
-        read: list[str] = []
+        files: list[str] = []
         with nullcontext() if self.identity is None else self.identity.guarded():
-            yield read
+            yield files
         if not verified:
-            self.require_unchanged(*read)
+            self.require_unchanged(*files)
 
     @property
     def refused(self) -> type[CheckpointError]:
@@ -432,10 +432,10 @@ class OpenTag:
             saved_files = first_of(sorted(self.index(writer).files))
             raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files or 'nothing'}")
         index = self.index(writer)
-        is_read = entry.nbytes <= _SMALL and self._is_compared(file, entry, index)
-        if not is_read:
+        is_compared = entry.nbytes <= _SMALL and self._is_compared(file, entry, index)
+        if not is_compared:
             self._expect(file, entry.nbytes)
-        self._record_tree(file, entry.nbytes, index, is_read)
+        self._record_tree(file, entry.nbytes, index, is_compared)
         self._verified.add(file)
 
     def _is_compared(self, file: str, entry: FileEntry, index: RankIndex) -> bool:

@@ -1,7 +1,6 @@
 """accelerate's save_state with our checkpoints: what it resumes, what stays, what killed saves leave."""
 
 import errno
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.integrations.accelerate import Accelerator
 from nxd_ckpt.saving import ballot
-from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.accelerate_run import Background, Job
+from tests.support.slow_disks import slow_renames
 
 
 def names(directory: Path) -> list[str]:
@@ -54,13 +53,7 @@ def test_a_resumed_run_is_the_same_run(kind: Any, tmp_path: Path, whole: list[fl
 
 def test_a_run_that_failed_goes_on_in_the_same_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the save that was under way, also if the disk is slow."""
-    rename = LocalStorage.rename
-
-    def slowly(*args: Any) -> None:
-        time.sleep(1)
-        rename(*args)
-
-    monkeypatch.setattr(LocalStorage, "rename", slowly)
+    slow_renames(monkeypatch, 1)
     Job(tmp_path).accelerator.save_state()
     assert 1 == Job(tmp_path).resume()
 

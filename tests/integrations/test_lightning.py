@@ -30,6 +30,7 @@ from nxd_ckpt.prune import pin_checkpoint
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.lightning_run import BATCHES, Module, ResumableLoader, every_epoch, fit, weights
+from tests.support.slow_disks import slow_renames
 
 pytestmark = pytest.mark.filterwarnings("ignore:::pytorch_lightning", "ignore:::lightning_fabric")
 
@@ -133,13 +134,7 @@ def test_the_same_checkpoints_stay_as_without_it(options: dict[str, Any], tmp_pa
 
 def test_what_is_saved_before_slurm_requeues_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning asks for that as soon as the save returns; Slurm then ends the job."""
-    rename = LocalStorage.rename
-
-    def slowly(*args: Any) -> None:
-        time.sleep(0.1)
-        rename(*args)
-
-    monkeypatch.setattr(LocalStorage, "rename", slowly)
+    slow_renames(monkeypatch, 0.1)
     io = in_background()
     io.save_checkpoint({"state_dict": {"w": torch.ones(2)}, "epoch": 1}, tmp_path / "hpc_ckpt_1.ckpt")
     assert ["hpc_ckpt_1.ckpt"] == tags(tmp_path)

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.integrations.killed import in_a_process
 from tests.integrations.transformers_run import Background, Quick, Tiny, TinyConfig, losses, trained, weights
 from tests.support.damage import flip
+from tests.support.slow_disks import slow_renames
 
 
 def names(directory: Path) -> list[str]:
@@ -72,13 +72,7 @@ def test_a_run_that_failed_goes_on_in_the_same_process(
     tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the save that was under way, also if the disk is slow."""
-    rename = LocalStorage.rename
-
-    def slowly(*args: Any) -> None:
-        time.sleep(1)
-        rename(*args)
-
-    monkeypatch.setattr(LocalStorage, "rename", slowly)
+    slow_renames(monkeypatch, 1)
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path, kind=Background, callbacks=[Failing()])
     resumed = trained(tmp_path, kind=Background, resume=True, seed=2)
