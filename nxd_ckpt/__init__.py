@@ -19,7 +19,6 @@
 ``convert``                   any checkpoint in any form and size; ``unshard_checkpoint``: one of them
 ``copy_checkpoint``           one tag, as it is, in another place
 ``examine_checkpoint``        whether a tag can be resumed from, and continues the one before it
-``ResumeProbe``               whether a run that was just loaded is what was saved
 ``checkpoint_statistics``     every tensor of a tag in a few numbers: norm, mean, zeros, NaN
 ``Topology``                  who is where: sizes of dp, tp, pp, ep, and this rank
 ``Partition``                 how a parameter is cut, for ``partitions=``; ``Section``: a part of a fused one (QKV)
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from nxd_ckpt.drop_in.install import install, uninstall
     from nxd_ckpt.examine.diff import diff_checkpoints
     from nxd_ckpt.examine.doctor import examine_checkpoint
-    from nxd_ckpt.examine.resume_probe import ResumeProbe
     from nxd_ckpt.examine.statistics import checkpoint_statistics
     from nxd_ckpt.live.data_position import (
         DataStreams,
@@ -83,7 +81,6 @@ __all__ = [
     "Last",
     "Partition",
     "PendingSave",
-    "ResumeProbe",
     "Section",
     "Tier",
     "Topology",
@@ -127,7 +124,6 @@ _MODULE_OF = {
     "Last": "core.retention_rules",
     "Partition": "core.partition",
     "PendingSave": "saving.pending",
-    "ResumeProbe": "examine.resume_probe",
     "Section": "core.partition",
     "Tier": "commit.tier",
     "Topology": "core.topology",

@@ -16,7 +16,7 @@ class Finding:
 
     Attributes:
         kind: a keyword for programs: "values", "steps", "weights", "ties", "groups", "scheduler", "position", "parts",
-            "files", "before", "loss" and others of `ResumeProbe`.
+            "files" and "before"; of a load's proof also "moments".
         severity: "problem" cannot occur in a correct run; "doubt" may have a good reason.
         what: the tensor, value or part.
         message: what was expected and what was found.

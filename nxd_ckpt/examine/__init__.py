@@ -1,1 +1,1 @@
-"""Questions about checkpoints: doctor, differences, statistics, the report, the resume probe."""
+"""Questions about checkpoints: doctor, differences, statistics, the report."""

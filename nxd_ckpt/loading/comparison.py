@@ -36,8 +36,8 @@ _SHOWN = 5
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
-Digests = Callable[[Leaf, str], int | None]
-"""Returns the CRC-32 of the row-major bytes of a leaf, by its name; None if it was not read."""
+Digests = Callable[[Leaf], int | None]
+"""Returns the CRC-32 of the row-major bytes of a leaf; None if it was not read."""
 
 
 def recorded_digest(leaf: Leaf) -> int | None:
@@ -51,7 +51,7 @@ class Witness:
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
-    def digest(self, leaf: Leaf, name: str = "") -> int | None:
+    def digest(self, leaf: Leaf) -> int | None:
         """Return the digest that the live tensor should have: `recorded_digest`, or of what it saw; None without."""
         recorded = recorded_digest(leaf)
         return self._seen.get(id(leaf)) if recorded is None else recorded
@@ -65,8 +65,8 @@ class Witness:
 class Comparison:
     """Comparison of live values with those that were saved, whose digests ``digest`` knows.
 
-    ``findings`` are the differences, and ``nbytes`` counts what was compared. ``everything``: also large tensors on
-    devices. ``verify_again`` is called with the first tensor that differs from its record in the tag.
+    ``findings`` are the differences. ``everything``: also large tensors on devices. ``verify_again`` is called with the
+    first tensor that differs from its record in the tag.
     """
 
     def __init__(
@@ -74,14 +74,13 @@ class Comparison:
         reader: LeafReader,
         digest: Digests,
         *,
-        everything: bool = False,
-        verify_again: Callable[[Leaf, str], None] | None = None,
+        everything: bool,
+        verify_again: Callable[[Leaf, str], None],
     ) -> None:
         self._reader = reader
         self._digest = digest
-        self._verify_again = verify_again
+        self._verify_again: Callable[[Leaf, str], None] | None = verify_again
         self._digests = LiveDigests(reader, everything)
-        self.nbytes: int = 0
         self._everything = everything
         self.findings: list[Finding] = []
 
@@ -144,11 +143,9 @@ class Comparison:
         if dtype_name(live.dtype) != saved.dtype or live.shape != saved.shape:
             self._compare_numbers(kind, name, saved, live, by_user)
             return False
-        nbytes = live.nbytes
-        if not nbytes:
+        if not live.nbytes:
             return True
-        self.nbytes += nbytes
-        expected = self._digest(saved, name)
+        expected = self._digest(saved)
         found = digest_at_once(live)
         if expected is None:
             self.find(kind, name, "it was not read", by_user)

@@ -27,7 +27,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.state_names import is_in, parameter_sections
 from nxd_ckpt.loading.collective_checks import ComparedNames, Unmatched, judge_model, judge_optimizer
-from nxd_ckpt.loading.comparison import Digests, Witness, is_proved, judge
+from nxd_ckpt.loading.comparison import Witness, is_proved, judge
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.load_context import LoadContext, load_context
 from nxd_ckpt.loading.load_planner import LoadPlanner
@@ -238,12 +238,9 @@ class LoadAttempt:
     """A load of one tag into live objects, of which so far only names are known.
 
     ``request`` says how ``opened`` is verified; ``cache`` is the local copy that it is read from, if there is one.
-    ``is_alone``: the other ranks of the job make no such call.
     """
 
-    def __init__(
-        self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None = None, *, is_alone: bool = False
-    ) -> None:
+    def __init__(self, opened: OpenTag, request: LoadRequest, cache: CachedStorage | None = None) -> None:
         topology = request.topology
         options = request.options
         weights = opened.weights
@@ -270,7 +267,7 @@ class LoadAttempt:
         if not self.filtered:
             self._demand()
         self._context = load_context(opened, topology, live, request.optimizer, options, self.filtered)
-        self._planner = LoadPlanner(self._context, is_alone or request.acts_for_one_stage, request.scheduler)
+        self._planner = LoadPlanner(self._context, request.acts_for_one_stage, request.scheduler)
         self._names = ComparedNames()
         self._missing: Sequence[str] = ()
         self._unexpected: Sequence[str] = ()
@@ -499,14 +496,18 @@ class PreparedLoad:
         if not is_proved(options):
             return []
         with gc_paused():
-            how = {"before": self._before, "everything": options.prove is True, "verify_again": self._verify_again}
-            proof = self.proof(self._witness.digest, **how)
+            proof = Proof(
+                self._context,
+                self._trees,
+                self.reader,
+                self._witness.digest,
+                scheduler=self._scheduler_state,
+                before=self._before,
+                everything=options.prove is True,
+                verify_again=self._verify_again,
+            )
             content = (self._rank_content, options.rank_content)
             return proof.run(request.model, request.optimizer, self._scheduler, content)
-
-    def proof(self, digest: Digests, **how: Any) -> Proof:
-        """Return the comparison of live objects with what this load puts there; see `Proof`."""
-        return Proof(self._context, self._trees, self.reader, digest, scheduler=self._scheduler_state, **how)
 
     def _is_compared_live(self, leaf: Leaf, name: str) -> bool:
         """Return whether the live tensor is compared with the digest that was verified; once more is enough."""

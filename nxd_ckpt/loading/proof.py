@@ -229,7 +229,7 @@ _NOT_OPTIONS = ("params", "param_names", OPTIMIZER_NAME)
 class Proof(Comparison):
     """Comparison of live objects with what a load meant, by ``trees`` and the state of a scheduler.
 
-    ``before`` are the names of state that the live objects had before the load; without them strides are not compared.
+    ``before`` are the names of state that the live objects had before the load.
     """
 
     def __init__(
@@ -239,8 +239,8 @@ class Proof(Comparison):
         reader: LeafReader,
         digest: Digests,
         *,
-        scheduler: Any = None,
-        before: Collection[str] | None = None,
+        scheduler: Any,
+        before: Collection[str],
         **how: Any,
     ) -> None:
         super().__init__(reader, digest, **how)
@@ -250,7 +250,7 @@ class Proof(Comparison):
         self._before = before
 
     def run(
-        self, model: Any, optimizer: Any, scheduler: Any, content: tuple[Any, Any] = (None, None)
+        self, model: Any, optimizer: Any, scheduler: Any, content: tuple[Any, Any]
     ) -> list[Finding]:
         """Return the differences: problems, and doubts where user code that the load called may explain them.
 
@@ -446,7 +446,7 @@ class Proof(Comparison):
 
     def _is_new(self, name: str) -> bool:
         """Return whether the load made a tensor, with strides that it chose."""
-        return self._before is not None and name not in self._before
+        return name not in self._before
 
     def _compare_stride(
         self, name: str, leaf: Any, now: torch.Tensor, noted: Stride | None = None, of_parameter: bool = False

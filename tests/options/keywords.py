@@ -11,7 +11,6 @@ from typing import Any
 
 import nxd_ckpt
 from nxd_ckpt import Checkpointer, keywords
-from nxd_ckpt.examine.resume_probe import ResumeProbe
 from nxd_ckpt.prune import prune_checkpoints
 
 DOCUMENT = Path(keywords.__file__)
@@ -19,7 +18,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     function
     for function in (
         *(getattr(nxd_ckpt, name) for name in nxd_ckpt.__all__),
-        *(*vars(Checkpointer).values(), prune_checkpoints, ResumeProbe.check),
+        *(*vars(Checkpointer).values(), prune_checkpoints),
     )
     if inspect.isfunction(function) and str(function.__annotations__.get("options")).startswith("Unpack[")
 ]
