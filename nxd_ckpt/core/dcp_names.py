@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from functools import cached_property
-from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple
 
@@ -112,7 +111,7 @@ class DcpNames:
         part, *keys = path
         if part == "model":
             return DcpEntry((*_head(self.model), *keys))
-        state = (".".join(map(str, (_STATE, *keys))),) if self.flat_optimizer else (_STATE, *keys)
+        state = (".".join(map(str, (_STATE, *keys[:2]))), *keys[2:]) if self.flat_optimizer else (_STATE, *keys)
         return DcpEntry((*_head(self.optim), *state))
 
     def group_entries(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[DcpEntry, Any]]:
@@ -176,15 +175,15 @@ class DcpNames:
         """Return (parameter, key) if DCP's ``name`` is an optimizer's state; None for anything else."""
         return self._of_optimizer(_STATE, name)
 
-    def state_path(self, name: str, path: Path | None) -> Path:
-        """Return (parameter, key) of an entry of the optimizer's state, and its places in lists.
+    def keys_of_state(self, parameter: str, path: Path) -> Path:
+        """Return the keys in the state of a parameter, from those that lead to an entry of it.
 
-        ``path`` as for `part_of`: it tells a place in a list from a parameter's name.
+        DCP's names do not tell where a parameter's name ends, and in flat form neither do the first keys.
         """
-        keys = list(path or ())
-        places = list(takewhile(lambda key: type(key) is int, reversed(keys)))[::-1]
-        of_list = self.state_key(".".join(map(str, keys[: len(keys) - len(places)]))) if places else None
-        return self.state_key(name) or ("", "") if of_list is None else (*of_list, *places)
+        above = ".".join((*_head(self.optim), _STATE, parameter))
+        heads = (".".join(map(str, path[: number + 1])) for number in range(len(path)))
+        number, head = next((number, head) for number, head in enumerate(heads) if f"{head}.".startswith(f"{above}."))
+        return (*filter(None, head.removeprefix(above).split(".")), *path[number + 1 :])
 
     def option_key(self, name: str) -> tuple[str, str] | None:
         """Return (param group's number or parameter, option) if DCP's ``name`` is an option; None for anything else."""

@@ -74,18 +74,8 @@ def left_out(names: Collection[str]) -> str:
     return f"{keys if len(names) <= _SHOWN else ''}strict=False"
 
 
-def size_advice(name: str) -> str:
-    """Return advice for the tensor of this global name, such as "model/up.weight", if it has another shape now."""
-    own = name.partition("/")[2].partition("/")[0]
-    return (
-        "build the layer with the sizes of the save (such as in_features and out_features of nn.Linear), or keep what "
-        f"the live one has, untrained, with {_anywhere([own])}"
-    )
-
-
-def _anywhere(names: Iterable[str]) -> str:
-    """Return the option of a load that leaves these tensors and their optimizer state out."""
-    return f"ignore_keys={[f'*/{name}' for name in names]}"
+SIZE_ADVICE = "build the layer with the sizes of the save (such as in_features and out_features of nn.Linear)"
+"""What to do about a tensor that has another shape now; `ShapeProblems` adds how to leave it out."""
 
 
 class ShapeProblems:
@@ -101,12 +91,12 @@ class ShapeProblems:
     def complain(self) -> None:
         """Raise the first ShapeMismatch, with the names of all."""
         names = list(self._errors)
-        if len(names) > 1:
-            first = str(self._errors[names[0]])
-            text = first.replace(_anywhere(names[:1]), _anywhere(names)) if len(names) <= _LISTED else first
-            raise ShapeMismatch(f"{text}. {len(names)} tensors have other shapes: {first_of(names)}")
         if names:
-            raise self._errors[names[0]]
+            keys = f"ignore_keys={[f'*/{name}' for name in names]}" if len(names) <= _LISTED else "ignore_keys="
+            others = f". {len(names)} tensors have other shapes: {first_of(names)}" if len(names) > 1 else ""
+            raise ShapeMismatch(
+                f"{self._errors[names[0]]}, or keep what the live one has, untrained, with {keys}{others}"
+            )
 
 
 def _first_components(names: Iterable[str]) -> Collection[str]:

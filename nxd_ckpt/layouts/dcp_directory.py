@@ -68,6 +68,7 @@ class DcpTrees:
 
     def __init__(self, entries: Entries, names: DcpNames) -> None:
         self._entries = entries
+        self._names = names
         self.model: dict[str, dict[Path, str]] = {}
         """Entries' names, by name in the model and by the keys below that."""
         self.states: dict[str, dict[str, str]] = {}
@@ -77,14 +78,15 @@ class DcpTrees:
         self._scheduler: list[str] = []
         self._content: list[str] = []
         for name in entries.names:
-            self._sort_in(name, names)
+            self._sort_in(name)
 
-    def _sort_in(self, name: str, names: DcpNames) -> None:
+    def _sort_in(self, name: str) -> None:
+        names = self._names
         part = names.part_of(name, self._entries.recorded(name), self._entries.form(name) is not None)
         if part is DcpPart.STATE:
-            parameter, *below = names.state_path(name, self._entries.recorded(name))
-            self.states.setdefault(parameter, {})[".".join(map(str, below))] = name
-            self._below[name] = tuple(below)
+            parameter, key = names.state_key(name) or ("", "")
+            self.states.setdefault(parameter, {})[key] = name
+            self._below[name] = (key,)
         elif part is DcpPart.OPTION:
             self._options.append((*(names.option_key(name) or ("", "")), name))
         elif part is DcpPart.MODEL:
@@ -124,7 +126,7 @@ class DcpTrees:
         """The param groups, with names as "params". Raises KeyMismatch if a parameter is in none, or in two."""
         options = [(owner, option, self._option(option, name)) for owner, option, name in self._options]
         listed = {name for _, option, value in options if option == PARAMS for name in value}
-        self._settle(listed or {owner for owner, _, _ in options})
+        self._settle(listed or {owner for owner, _, _ in options} or {*self.model})
         try:
             return groups_of(options, list(self.states), lambda a, b: by_digest(a) == by_digest(b))
         except KeyMismatch as error:
@@ -136,11 +138,7 @@ class DcpTrees:
             parameter = max((name for name in parameters if owner.startswith(f"{name}.")), key=len, default=None)
             if parameter is not None:
                 for name in self.states.pop(owner).values():
-                    path = self._entries.path(name)
-                    heads = (".".join(map(str, path[:number])) for number in range(len(path)))
-                    first = next((number for number, head in enumerate(heads) if head.endswith(f".{parameter}")), None)
-                    keys = (*owner.removeprefix(f"{parameter}.").split("."), *self._below[name])
-                    self._below[name] = keys if first is None else path[first:]
+                    self._below[name] = self._names.keys_of_state(parameter, self._entries.path(name))
                     self.states.setdefault(parameter, {})[".".join(map(str, self._below[name]))] = name
 
     def _option(self, option: str, name: str) -> Any:

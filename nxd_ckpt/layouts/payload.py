@@ -43,7 +43,8 @@ def reading(method: MethodT) -> MethodT:
 
 def is_optimizer(state: Any) -> bool:
     """Return whether a state dict is an optimizer's: torch's keys, or ZeRO-1's."""
-    return isinstance(state, dict) and "param_groups" in state and ("state" in state or "base_state" in state)
+    has_groups = isinstance(state, dict) and isinstance(state.get("param_groups"), (list, tuple))
+    return has_groups and ("state" in state or "base_state" in state)
 
 
 def is_model(state: Any) -> bool:

@@ -14,7 +14,7 @@ from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.parameter_names import EXTRA_STATE, canonical, is_extra_state, without_wrappers
 from nxd_ckpt.core.partition import Partition
-from nxd_ckpt.core.suggestions import ShapeProblems, size_advice
+from nxd_ckpt.core.suggestions import SIZE_ADVICE, ShapeProblems
 from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, UnsupportedState
 from nxd_ckpt.formats.state import ModelState, StateTensor
 from nxd_ckpt.formats.strides import Stride
@@ -579,9 +579,7 @@ def _check_form(name: str, saved: Any, live: Any) -> None:
         raise DtypeMismatch(f"model/{name}: saved as {type(saved).__name__}, the live one is {live.dtype}")
     (saved_dtype, saved_shape), (dtype, shape) = form_of(saved), form_of(live)
     if saved_shape != shape:
-        raise ShapeMismatch(
-            f"model/{name}: saved with shape {saved_shape}, the live one has {shape}; {size_advice(f'model/{name}')}"
-        )
+        raise ShapeMismatch(f"model/{name}: saved with shape {saved_shape}, the live one has {shape}; {SIZE_ADVICE}")
     if saved_dtype != dtype:
         is_wider = itemsize(saved_dtype) > itemsize(dtype)
         masters = f", or pass an optimizer that keeps {saved_dtype} master weights of it" if is_wider else ""

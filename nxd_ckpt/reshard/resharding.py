@@ -14,7 +14,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import ParameterSpec
 from nxd_ckpt.core.partition import Partition, Piece, Section, zero1_pieces
 from nxd_ckpt.core.reads import Cut, CutIndex, Read, holders, plan_reads
-from nxd_ckpt.core.suggestions import listed, size_advice
+from nxd_ckpt.core.suggestions import SIZE_ADVICE, listed
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import InvalidArgument, ShapeMismatch, TopologyMismatch
 
@@ -37,9 +37,7 @@ def plan_parameter(
     saved, live = _experts_on_both(saved, saved_cut, live, live_cut)
     if _cut_alike(saved, saved_cut, live, live_cut):
         if saved.shape != live.shape:
-            raise ShapeMismatch(
-                f"{name}: saved with shape {saved.shape}, the live one has {live.shape}; {size_advice(name)}"
-            )
+            raise ShapeMismatch(f"{name}: saved with shape {saved.shape}, the live one has {live.shape}; {SIZE_ADVICE}")
         whole = Box.whole(live.shape)
         pieces_here = _shard([Piece(whole, whole)], live.shape, live_cut.shards, at.shard)
         cut = Cut(shards=saved_cut.shards)
@@ -236,13 +234,11 @@ def _check_wholes(name: str, saved: ParameterSpec, saved_cut: Cut, live: Paramet
     wholes = [_whole(spec, cut) for spec, cut in ((saved, saved_cut), (live, live_cut))]
     if wholes[0] != wholes[1]:
         if (saved_cut.tp, saved_cut.ep) == (live_cut.tp, live_cut.ep) == (1, 1):
-            raise ShapeMismatch(
-                f"{name}: saved with shape {saved.shape}, the live one has {live.shape}; {size_advice(name)}"
-            )
+            raise ShapeMismatch(f"{name}: saved with shape {saved.shape}, the live one has {live.shape}; {SIZE_ADVICE}")
         raise ShapeMismatch(
             f"{name}: the whole tensor was saved with shape {wholes[0]} (each rank {saved.shape}, "
             f"{_sizes(saved_cut)}), the live one has {wholes[1]} (each rank {live.shape}, {_sizes(live_cut)}). If it "
-            f"is the same model, {_PASS_PARTITIONS}; if not, {size_advice(name)}"
+            f"is the same model, {_PASS_PARTITIONS}; if not, {SIZE_ADVICE}"
         )
 
 

@@ -574,6 +574,15 @@ def test_a_script_s_model_of_extra_state_alone_is_a_model(tmp_path: Path, nested
     assert 3 == live.count
 
 
+def test_a_model_may_have_an_optimizer_s_keys_as_names(tmp_path: Path) -> None:
+    """It was a damaged optimizer, by an error of Python's."""
+    weights = {"state": torch.ones(2), "param_groups": torch.zeros(3)}
+    torch.save(weights, tmp_path / "model.pt")
+    state: dict[str, Any] = {}
+    load_checkpoint(tmp_path / "model.pt", model=state)
+    assert all(torch.equal(weights[name], state[name]) for name in weights)
+
+
 def test_a_key_that_ends_like_extra_state_is_the_script_s(tmp_path: Path) -> None:
     """Beside a model, and without one."""
     settings = {"model": {"has_extra_state": False}, "step": 7}

@@ -326,17 +326,20 @@ def test_factors_of_an_optimizer_that_was_saved_by_numbers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_dicts_in_an_optimizers_state_go_there_and_back(tmp_path: Path, flat: bool) -> None:
-    """They were written, and then refused: DCP's names do not tell where a parameter's name ends."""
+def test_dicts_and_lists_in_an_optimizers_state_go_there_and_back(tmp_path: Path, flat: bool) -> None:
+    """DCP's names do not tell where a parameter's name ends, nor which numbers are places in a list."""
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 1)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, parameter in enumerate(model.parameters()):
-        inner = {"left": torch.ones(2) * number, "right": [torch.ones(1), {"x": torch.ones(3)}]}
-        optimizer.state[parameter] = {"step": torch.tensor(1.0), "blocks": inner}
+        inner = {"left": torch.ones(2) * number, "a.b": [torch.ones(1), {"x": torch.ones(3)}]}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "last": [torch.ones(2), 3.0], "blocks": inner}
     save_checkpoint(tmp_path, "a", model, optimizer)
     convert(tmp_path / "a", tmp_path / "dcp", to="dcp", flatten_optimizer_state=flat)
     convert(tmp_path / "dcp", tmp_path / "again/a", to="tag", optimizer_form="plain")
     assert not diff_checkpoints(open_checkpoint(tmp_path, "a"), open_checkpoint(tmp_path / "again", "a"), full=True)
+    loaded = torch.optim.SGD(model.parameters(), lr=0.2)
+    load_checkpoint(tmp_path / "dcp", model=model, optimizer=loaded)
+    assert difference(optimizer.state_dict(), loaded.state_dict()) is None
 
 
 def test_names_that_torch_cannot_tell_apart_are_refused(tmp_path: Path) -> None:

@@ -99,12 +99,11 @@ class ObjectStore:
         Prefix: str,
         Delimiter: str = "",
         MaxKeys: int = 1000,
-        StartAfter: str = "",
         ContinuationToken: str = "",
         **given: Any,
     ) -> Reply:
         limit, names = min(MaxKeys, self._page), list[str]()
-        keys = sorted([key for key in self.objects if key.startswith(Prefix) and key > StartAfter])
+        keys = sorted([key for key in self.objects if key.startswith(Prefix)])
         for name in _names(keys, Prefix, Delimiter):
             if name > ContinuationToken:
                 names.append(name)
