@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.partition import Piece
-from nxd_ckpt.errors import StagingTooLarge
+from nxd_ckpt.errors import StagingTooLarge, UnsupportedState
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.recorded_tree import RecordedTree
 from nxd_ckpt.formats.tensors import form_of
@@ -84,9 +84,21 @@ class NamedLeaf(NamedTuple):
 
 
 def file_of(key: str, tree: Any, leaves: Sequence[NamedLeaf], *, records: bool = False) -> PlannedFile:
-    """Return the torch file of ``tree``, all of whose tensors are among the ``leaves``."""
+    """Return the torch file of ``tree``, all of whose tensors are among the ``leaves``.
+
+    Raises UnsupportedState for a tensor where a tree names none.
+    """
     ties = {id(each.leaf): each.tie for each in leaves}
-    image = image_of(tree, tensor_key=lambda leaf: ties[id(leaf)], records=records)
+
+    def tie_of(leaf: Any) -> Hashable:
+        if id(leaf) not in ties:
+            raise UnsupportedState(
+                f"{key}: a tensor {list(leaf.shape)} is the key of a dict, or in a set, where no name leads to it; "
+                "keep it as a value, under a name or in a list"
+            )
+        return ties[id(leaf)]
+
+    image = image_of(tree, tensor_key=tie_of, records=records)
     storage_of = {ties[id(leaf)]: number for number, leaf in enumerate(image.tensors)}
     tensors = tuple(
         NamedTensor(each.name, storage_of[each.tie], *form_of(each.leaf), each.pieces, each.replicated)

@@ -170,7 +170,8 @@ class Planner:
             except MalformedFile as error:
                 raise UnsupportedState(
                     f"{error}: no load would take it. Pass the optimizer itself, or its own state_dict(): torch's "
-                    "flattened one (flatten_optimizer_state_dict=True) is saved by nxd_ckpt.dcp"
+                    "flattened one (flatten_optimizer_state_dict=True) is saved by nxd_ckpt.dcp, and one of another "
+                    "form by user_content="
                 ) from None
         if self._topology.world_size > 1:
             for part in state.trees().values():

@@ -79,6 +79,10 @@ def test_a_tag_must_be_a_plain_visible_name(tmp_path: Path, tag: Any) -> None:
             errors.UnsafePickle,
             r"user_content\['at'\] is .*Settings.*trust_pickle",
         ),
+        *(
+            ({"model": {"a": at}}, errors.UnsupportedState, r"^model/.* \[1\] is the key of a dict, or in a set")
+            for at in ({torch.ones(1): 1}, {torch.ones(1)}, {(1, torch.ones(1)): 1})
+        ),
         ({"user_content": [threading.Lock()]}, errors.UnsafePickle, r"user_content\[0\] is .*lock"),
         ({"user_content": print}, errors.UnsafePickle, r"user_content is .*builtin_function"),
         ({"rank_content": {"net": torch.nn.Linear(1, 1)}}, errors.UnsafePickle, r"rank_content\['net'\] is .*Linear"),

@@ -66,6 +66,23 @@ def test_a_scheduler_that_forgets_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert "scheduler/last_epoch: expected 1, as it was saved, found 0" in caplog.text
 
 
+class _Rounding(torch.optim.SGD):
+    """Loads as torch does, which casts state to the dtype of its parameter."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+
+
+def test_a_number_that_was_rounded_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A float32 number in the state of a bfloat16 parameter: a warning that names what was saved, and what is live."""
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = _Rounding([parameter])
+    optimizer.state[parameter]["scale"] = torch.tensor(1.001953125)
+    save_checkpoint(tmp_path, "t", {"w": parameter}, optimizer)
+    load_checkpoint(tmp_path, "t", {"w": parameter}, optimizer)
+    assert "scale: expected 1.001953125, as it was saved, found 1.0" in caplog.text
+
+
 def _skips(fill_model: Callable[..., None]) -> Callable[..., None]:
     def without_the_first(model: Any, names: list[str], *rest: Any) -> None:
         fill_model(model, names[1:], *rest)
