@@ -14,7 +14,7 @@ from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.dcp_names import DcpChunk
 from nxd_ckpt.core.units import neighbours
 from nxd_ckpt.effects import logger
-from nxd_ckpt.errors import PartNotFound, TopologyMismatch
+from nxd_ckpt.errors import TopologyMismatch
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage
 from nxd_ckpt.layouts.dcp_metadata import dump_metadata
 from nxd_ckpt.layouts.torch_dcp import METADATA
@@ -111,8 +111,6 @@ def write_dcp(state: DcpState, output: Output, source: Source, chosen: ConvertOp
 
 def _state(opened: OpenTag, chosen: ConvertOptions) -> DcpState:
     """Return the tag as DCP's state dict, and warn of parts for which DCP has no names."""
-    if not opened.parts.model and opened.parts.optimizer is None:
-        raise PartNotFound(f"{opened.where} holds neither model nor optimizer, so there is nothing to convert")
     cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
     whole = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
     state = DcpState(whole, chosen.keys)

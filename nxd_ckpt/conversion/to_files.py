@@ -14,7 +14,7 @@ from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.option_classes import Options
 from nxd_ckpt.core.units import AnySize, bytes_of, neighbours
-from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsupportedState
+from nxd_ckpt.errors import InvalidArgument, UnsupportedState
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, iter_tensors, map_tensors, nbytes_of
 from nxd_ckpt.options.conversion import ConvertOptions, Strategy, StrategyName
@@ -285,10 +285,7 @@ def _strategy(strategy: StrategyName | Strategy, size_per_shard: int) -> Strateg
 
 
 def _parts(opened: OpenTag) -> list[str]:
-    parts = [MODEL] * opened.parts.model + [OPTIM] * (opened.parts.optimizer is not None)
-    if not parts:
-        raise PartNotFound(f"{opened.where} holds no model, and no optimizer to include: nothing to write")
-    return parts
+    return [MODEL] * opened.parts.model + [OPTIM] * (opened.parts.optimizer is not None)
 
 
 def _torch_file(file: UnshardedFile) -> PlannedFile:

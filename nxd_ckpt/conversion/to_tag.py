@@ -24,7 +24,7 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.effects import logger
-from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, PartNotFound, TopologyMismatch, UnsupportedState
+from nxd_ckpt.errors import InvalidArgument, OptimizerMismatch, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget, closest
@@ -60,12 +60,6 @@ def to_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
         target = locate_output(dst, source.place, chosen.overwrite, chosen.written_with)
         opened = source.open()
         opened.refuse_per_rank("model", "optim", "scheduler")
-        parts = opened.parts
-        if not parts.model and parts.optimizer is None:
-            raise PartNotFound(
-                f"{opened.where} holds neither model nor optimizer, so there is nothing to convert; the keys of model "
-                "and optimizer in a state dict are given by model_key= and optim_key="
-            )
         refuse_mixed_ranks(opened, process, processes)
         return _job(source, target, opened, chosen, process)
 

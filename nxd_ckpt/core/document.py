@@ -51,6 +51,7 @@ _BY_NAME = {
     r"\.json": "a JSON text, without tensors",
     r"optim(izer(-\d{1,6}-of-\d{1,6})?)?\.safetensors": "an optimizer's tensors: pass the directory, with their "
     "optim.json or optimizer.json",
+    r"mp_rank_\d+_optim_states\.pt": "a rank's optimizer of DeepSpeed, whose zero_to_fp32.py makes weights of all",
     r"model_optim_rng\.pt": "a rank's file of Megatron-LM, whose own converter writes Hugging Face's form",
 }
 """Kinds by the end of a name, of files that are read by no name or beginning."""

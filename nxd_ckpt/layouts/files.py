@@ -207,7 +207,9 @@ class TagFiles:
         """
         for file in read or self._signs:
             if file in self._signs and self._sign(file) != self._signs[file]:
-                raise TagReplaced(f"{self.where(file)} changed while it was read; read it when nobody writes to it")
+                raise TagReplaced(
+                    f"{self.where(file)} changed while it was read (its size or time); read it when nobody writes to it"
+                )
 
     def _sign(self, file: str) -> tuple[int, float] | None:
         key = self.key(file)

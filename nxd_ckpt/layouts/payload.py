@@ -6,7 +6,7 @@ Lightning saves lists of optimizers and of schedulers, Composer dicts of them by
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -172,29 +172,33 @@ _COUNTS = ("step", "global_step", "epoch")
 
 @dataclass(frozen=True)
 class Payload:
-    """Content of such a file: the dict, or the state dict of a model or of an optimizer itself."""
+    """Content of such a file: the dict, or the state dict of a model or of an optimizer itself.
+
+    ``given`` are keys of parts that the caller names, "" for the content itself.
+    """
 
     content: dict[str, Any]
+    given: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def model(self) -> dict[str, Any] | None:
         """The model's state dict, None without one."""
-        return self.content if self._is_bare_model else self._part(_MODEL_KEYS)
+        return self.content if self._is_bare_model else self._part("model")
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        return self.content if is_optimizer(self.content) else self._part(_OPTIMIZER_KEYS)
+        return self.content if is_optimizer(self.content) else self._part("optimizer")
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
-        return self._part(_SCHEDULER_KEYS)
+        return self._part("scheduler")
 
     @property
     def rest(self) -> dict[str, Any]:
         """Everything else: step, epoch, arguments; and of several optimizers or models those that were not taken."""
         if is_optimizer(self.content) or self._is_bare_model:
             return {}
-        taken = {self._key(keys) for keys in _PARTS.values()}
+        taken = set(map(self._key, _PARTS))
         of_parts = {key for keys in _PARTS.values() for key in keys}
         rest = {key: value for key, value in self.content.items() if key not in taken}
         return {key: value for key, value in rest.items() if key not in of_parts or not _is_nothing(value)}
@@ -207,29 +211,31 @@ class Payload:
     @property
     def _is_bare_model(self) -> bool:
         """True for a state dict itself: tensors or extra state at the top level, and no parts."""
-        nested = any(self._part(keys) is not None for keys in (_MODEL_KEYS, _OPTIMIZER_KEYS))
+        nested = any(self._part(part) is not None for part in ("model", "optimizer"))
         has_tensors = any(len(path) == 1 for path, _ in iter_tensors(self.content))
         is_model = has_tensors or any(map(is_extra_state, self.content))
-        return not nested and not is_optimizer(self.content) and is_model
+        return self.given.get("model") == "" or (not nested and not is_optimizer(self.content) and is_model)
 
     @property
     def taken(self) -> str:
         """The keys that were taken for each part, for people; "" for the state dict itself."""
         if self._is_bare_model or is_optimizer(self.content):
             return ""
-        parts = [f"the {part} under {key!r}" for part, keys in _PARTS.items() if (key := self._key(keys)) is not None]
+        parts = [f"the {part} under {key!r}" for part in _PARTS if (key := self._key(part)) is not None]
         rest = f"user content under {first_of(map(repr, self.rest))}" if self.rest else None
         return ", ".join([*parts, *([] if rest is None else [rest])])
 
-    def _part(self, keys: tuple[str, ...]) -> dict[str, Any] | None:
-        key = self._key(keys)
+    def _part(self, part: str) -> dict[str, Any] | None:
+        key = self._key(part)
         return None if key is None else _alone(self.content[key])
 
-    def _key(self, keys: tuple[str, ...]) -> str | None:
+    def _key(self, part: str) -> str | None:
         """Return the first key of a state; under others a script may have its settings of model and optimizer."""
-        parts = {key: part for key in keys if isinstance(part := _alone(self.content.get(key)), dict)}
-        others = (key for key, part in parts.items() if not part or keys is _SCHEDULER_KEYS)
-        return next((key for key, part in parts.items() if _holds_state(part)), next(others, None))
+        if part in self.given:
+            return self.given[part]
+        states = {key: state for key in _PARTS[part] if isinstance(state := _alone(self.content.get(key)), dict)}
+        others = (key for key, state in states.items() if not state or part == "scheduler")
+        return next((key for key, state in states.items() if _holds_state(state)), next(others, None))
 
 
 def _alone(value: Any) -> Any:

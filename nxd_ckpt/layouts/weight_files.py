@@ -1,8 +1,9 @@
 """Which files of a Hugging Face directory hold the model's weights, and which tensor is in which.
 
 In this order, and safetensors before files of torch.save: by an index; one file of the usual name; shards without an
-index, if the numbers in their names show that all are there; the only safetensors file, of any name except those of
-adapters and of our exports' optimizer states. NxD inference has a safetensors file of each tensor-parallel rank.
+index, if the numbers in their names show that all are there; shards of one other name, alike; the only safetensors
+file, of any name except those of adapters and of our exports' optimizer states. NxD inference has a safetensors file of
+each tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ Read = Callable[[str], Mapping[str, TensorStub]]
 """Returns the tensors of a file, by name, from its header."""
 
 
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,6})-of-(?P<total>\d{1,6})(?P<end>\.safetensors|\.bin)")
+
+
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of files: the name of a single one, of an index, and of shards that need none."""
+    """A kind of files: the name of a single one, which is that of shards without their numbers, and of an index."""
 
     single: str
     index: str
-    shards: re.Pattern[str]
+
+    def shard(self, name: str) -> re.Match[str] | None:
+        """Return the name's match if it is a shard of this kind."""
+        match = _SHARD.fullmatch(name)
+        return match if match is not None and match["stem"] + match["end"] == self.single else None
 
 
-_KINDS = (
-    _Kind(SINGLE, INDEX, re.compile(r"model-(\d{1,6})-of-(\d{1,6})\.safetensors")),
-    _Kind(
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        re.compile(r"pytorch_model-(\d{1,6})-of-(\d{1,6})\.bin"),
-    ),
-    _Kind(SINGLE, "index.json", re.compile(r"(?!)")),  # OLMo-core's and ours, of plain files of whole tensors
-)
+_USUAL = tuple(_Kind(single, f"{single}.index.json") for single in (SINGLE, "pytorch_model.bin"))
+_PLAIN = _Kind("", "index.json")
+"""OLMo-core's and ours, of plain files of whole tensors."""
 
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 """Ends of the names of files that torch.save wrote."""
@@ -78,7 +80,7 @@ def has_weights(names: Iterable[str]) -> bool:
     return any(
         (name.endswith(".safetensors") and known_by_name(name) is None)
         or name in ADAPTERS
-        or any(_is_of(name, kind) for kind in _KINDS)
+        or any(_is_of(name, kind) for kind in (*_USUAL, _PLAIN, *_unusual([name])))
         for name in names
     )
 
@@ -94,9 +96,9 @@ def refuse_part(name: str, where: str) -> None:
 
     Other files may be one.
     """
-    shard = next(filter(None, (kind.shards.fullmatch(name) for kind in _KINDS)), None)
-    if shard is not None:
-        raise UnsupportedState(f"{where} is one of {int(shard[2])} files of a model: pass their directory")
+    shard = _SHARD.fullmatch(name)
+    if shard is not None and known_by_name(name) is None:
+        raise UnsupportedState(f"{where} is one of {int(shard['total'])} files of a model: pass their directory")
     if is_presharded([name]):
         raise UnsupportedState(f"{where} is one rank's part of a model: pass the directory of all ranks' files")
 
@@ -109,18 +111,19 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
         MalformedFile: a malformed index, or shards that contradict each other.
     """
     names = sorted(name for name, is_dir in files.names().items() if not is_dir)
-    for kind in _KINDS:
+    unusual = _unusual(names)
+    for kind in (*_USUAL, _PLAIN, *(unusual if len(unusual) == 1 else ())):
         if kind.index in names:
             places = by_index(files, kind.index)
         elif kind.single in names:
             places = dict.fromkeys(read(kind.single), kind.single)
-        elif any(map(kind.shards.fullmatch, names)):
-            places = _by_names(files, kind, list(filter(kind.shards.fullmatch, names)), read)
+        elif any(map(kind.shard, names)):
+            places = _by_names(files, kind, list(filter(kind.shard, names)), read)
         else:
             continue
         used = {*places.values()}
-        alike = [each for each in _KINDS[:2] if each.single == kind.single]
-        similar = (name for name in names if any(_is_of(name, each) for each in alike))
+        alike = _USUAL[0] if kind is _PLAIN else kind
+        similar = (name for name in names if _is_of(name, alike))
         strays = tuple(name for name in similar if name not in {*used, kind.index})
         return WeightFiles(places, kind.index if kind.index in names else "the naming of its files", strays)
     others = [
@@ -139,7 +142,15 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
 
 
 def _is_of(name: str, kind: _Kind) -> bool:
-    return name in (kind.single, kind.index) or kind.shards.fullmatch(name) is not None
+    return name in (kind.single, kind.index) or kind.shard(name) is not None
+
+
+def _unusual(names: Iterable[str]) -> list[_Kind]:
+    """Return the kinds of shards with another name than transformers', as diffusers and torchtune write them."""
+    shards = [shard for name in names if known_by_name(name) is None and (shard := _SHARD.fullmatch(name)) is not None]
+    singles = dict.fromkeys(shard["stem"] + shard["end"] for shard in shards)
+    kinds = (_Kind(single, f"{single}.index.json") for single in singles)
+    return [kind for kind in kinds if kind not in _USUAL]
 
 
 def by_index(files: TagFiles, index: str) -> dict[str, str]:
@@ -184,13 +195,13 @@ def tensors_of(files: TagFiles, file: str, model_key: str = "model") -> Mapping[
 def _by_names(files: TagFiles, kind: _Kind, shards: list[str], read: Read) -> dict[str, str]:
     """Return the file of each tensor in shards that no index describes."""
     where = files.directory
-    parsed = [match for match in map(kind.shards.fullmatch, shards) if match is not None]
-    totals = sorted({int(match[2]) for match in parsed})
+    parsed = [match for match in map(kind.shard, shards) if match is not None]
+    totals = sorted({int(match["total"]) for match in parsed})
     if len(totals) > 1:
         raise MalformedFile(
             f"{where} has no {kind.index}, and shards of several models: {first_of(shards)}; move those of one away"
         )
-    numbers = {int(match[1]) for match in parsed}
+    numbers = {int(match["number"]) for match in parsed}
     missing = [number for number in range(1, totals[0] + 1) if number not in numbers]
     if missing or len(shards) != totals[0]:
         raise PartNotFound(

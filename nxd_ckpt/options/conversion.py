@@ -87,8 +87,9 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
         weights.""")
     optim_only: bool = option(False, """leave out all but the optimizer of a tag, in the form "zero1" or
         "zero1_full".""")
-    model_key: str | None = option(None, """the model's key in a state dict: the source's, or torch DCP's that is
-        written; "" for the state dict itself. Default: "model", or what the source shows.""")
+    model_key: str | None = option(None, """the model's key in a state dict: the source's (of torch DCP, or for tags
+        and files of torch.save), or torch DCP's that is written; "" for the state dict itself. Default: "model", or
+        what the source shows.""")
     optim_key: str | None = option(None, 'the optimizer\'s key, likewise. Default: "optim".')
     flatten_optimizer_state: bool = option(False, """param groups by parameter in torch DCP, as with torch's
         ``flatten_optimizer_state_dict=True``.""")

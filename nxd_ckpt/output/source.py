@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import starmap
 from typing import Any
@@ -44,7 +44,7 @@ class Source:
         writer: the program that wrote it.
         beside: key of the directory with the writer's other files, in the storage of ``root``.
         root: location of the path that was passed.
-        keys: keys of model and optimizer in its state dict; None if it shows them.
+        keys: keys of "model" and "optimizer" in its state dict, as far as they are given.
         optimizer: False to read it without its optimizer, True if it must have one.
     """
 
@@ -52,7 +52,7 @@ class Source:
     writer: Program
     beside: str
     root: Location
-    keys: DcpNames | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
     optimizer: bool | None = None
 
     @property
@@ -79,20 +79,26 @@ class Source:
         """Open it.
 
         Raises:
-            CheckpointNotFound, PartNotFound: an incomplete one, or ranks' files are missing.
+            CheckpointNotFound, PartNotFound: an incomplete one, or ranks' files are missing; or no model or optimizer.
             TagReplaced: it was removed, or saved again, meanwhile.
             MalformedFile, UnsupportedState: errors of opening its layout.
         """
-        if self.keys is not None:
-            opened = open_dcp(self.place, self.keys)
+        if self.keys and self.writer is not Program.TORCH_XLA:
+            opened = _open_dcp(self.place, self.keys)
         elif self.is_tag or self.writer in (Program.OPTIMUM, Program.OPTIMUM_ADAPTER):
             opened = open_source(self.place)
         else:
-            opened = ByPath(self.place.name, self.writer.value).open(self.place.open(), self.place.name)
+            what = ByPath(self.place.name, self.writer.value)
+            opened = what.open(self.place.open(), self.place.name, given=self.keys)
         if self.optimizer and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} was saved without an optimizer; leave out optimizer=True")
         if self.optimizer is False:
             opened.parts = replace(opened.parts, optimizer=None)
+        if not opened.parts.model and opened.parts.optimizer is None:
+            raise PartNotFound(
+                f"{opened.where} holds neither model nor optimizer to include, so there is nothing to convert; if they "
+                "are in a state dict under keys of its own, pass model_key= and optim_key= with to='tag' or 'files'"
+            )
         return opened
 
 
@@ -130,11 +136,12 @@ def find_source(path: StrPath, options: StorageOptions | None) -> Source:
     return Source(tag, layout.writer, layout.beside, place)
 
 
-def open_dcp(place: Location, keys: DcpNames) -> OpenTag:
+def _open_dcp(place: Location, keys: Mapping[str, str]) -> OpenTag:
     """Open a directory of torch DCP or torch_checkpointing as a tag of one rank. Raises the errors of opening it."""
     storage = place.open()
     files = TagFiles(storage, place.name)
-    return OpenTag(storage, place.name, DcpDirectory(files, entries_of(files), keys), None)
+    names_of_parts = DcpNames(keys.get("model", DcpNames.model), keys.get("optimizer", DcpNames.optim))
+    return OpenTag(storage, place.name, DcpDirectory(files, entries_of(files), names_of_parts), None)
 
 
 def open_imported(place: Location, what: ImportTarget) -> HuggingFaceDirectory:

@@ -6,7 +6,7 @@ That is one tag, a file, or what another program wrote into a directory of its o
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ from nxd_ckpt.tag.directory import (
     list_tags,
 )
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.recognise import Program, open_as, recognise
+from nxd_ckpt.tag.recognise import NONE_GIVEN, Program, open_as, recognise
 from nxd_ckpt.tag.verification import verify_file
 
 _SWAP_TAKES = 10.0
@@ -317,8 +317,16 @@ class ByPath(NamedTuple):
         """True if it is a model in Hugging Face's form, and no more."""
         return self.writer == Program.HUGGING_FACE.value
 
-    def open(self, storage: Storage, key: str, *, trust_pickle: bool = False, tells: bool = True) -> OpenTag:
-        """Open it as ``key`` of the storage. Raises the errors of opening its layout.
+    def open(
+        self,
+        storage: Storage,
+        key: str,
+        *,
+        trust_pickle: bool = False,
+        tells: bool = True,
+        given: Mapping[str, str] = NONE_GIVEN,
+    ) -> OpenTag:
+        """Open it as ``key`` of the storage; ``given`` as for `open_as`. Raises the errors of opening its layout.
 
         With ``tells`` a warning says which keys of a script's own dict were taken for model and optimizer, and which
         files of weights are not read.
@@ -329,7 +337,7 @@ class ByPath(NamedTuple):
                 logger.warning("%s", directory.strays)
             return OpenTag(storage, key, WeightsLayout(directory), None)
         writer = Program(self.writer)
-        layout = None if writer.writes_tags else open_as(writer, storage, key, trust_pickle=trust_pickle)
+        layout = None if writer.writes_tags else open_as(writer, storage, key, trust_pickle, given)
         if layout is None:
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
         if tells and writer is Program.TORCH_XLA and isinstance(layout, PayloadFile) and layout.taken:

@@ -41,6 +41,7 @@ from nxd_ckpt.layouts.other_kinds import described, described_below
 from nxd_ckpt.storage.base import DirEntry, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import aliases
+from nxd_ckpt.storage.urls import ARCHIVES
 from nxd_ckpt.tag.identity import marker_time, order_time_of_ours, recorded_order_time
 from nxd_ckpt.tag.range_reader import in_parallel
 
@@ -204,6 +205,8 @@ def describe_incomplete(storage: Storage) -> str:
         info = tags.get(entry.name)
         if info is None and entry.is_dir and is_whole_without_marks(storage, entry.name):
             lines.append(f"{entry.name!r} (without markers: taken only by its name)")
+        elif entry.name.endswith(ARCHIVES) and not entry.is_dir:
+            lines.append(f"{entry.name!r} (may be an archive of one: pass its own path)")
         elif info is None:
             lines.append(f"{entry.name!r} ({known_by_name(entry.name) or 'not a checkpoint'})")
         elif info.damage is not None:

@@ -144,16 +144,24 @@ def _refuse_file(storage: Storage, key: str, where: str) -> None:
         raise UnsupportedState(f"{where} is {other}")
 
 
-def open_as(writer: Program, storage: Storage, key: str, *, trust_pickle: bool = False) -> TagLayout | None:
+NONE_GIVEN: Mapping[str, str] = {}
+
+
+def open_as(
+    writer: Program, storage: Storage, key: str, trust_pickle: bool = False, given: Mapping[str, str] = NONE_GIVEN
+) -> TagLayout | None:
     """Open what `recognise` found to be of that ``writer``; None if it is read as tags are.
+
+    ``given`` are the keys of parts in a file of torch.save, if the caller names them.
 
     Raises CheckpointNotFound, PartNotFound, MalformedFile: errors of opening its layout.
     """
     folder, _, file = key.rpartition("/")
     if writer is Program.NEMO:
         return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0], trust_pickle=trust_pickle), file)
-    if storage.is_file(key):
-        return torch_xla_files.open_files(TagFiles(storage, folder, trust_pickle=trust_pickle), file)
+    if writer is Program.TORCH_XLA:
+        above, name = (folder, file) if storage.is_file(key) else (key, None)
+        return torch_xla_files.open_files(TagFiles(storage, above, trust_pickle=trust_pickle), name, given)
     opens = _OPENS.get(writer)
     return None if opens is None else opens(TagFiles(storage, key, trust_pickle=trust_pickle))
 
@@ -166,7 +174,6 @@ def _open_tiered(files: TagFiles) -> TagLayout:
 _OPENS: Mapping[Program, Callable[[TagFiles], TagLayout]] = {
     Program.TIERED: _open_tiered,
     Program.PRESHARDED: PreshardedFiles,
-    Program.TORCH_XLA: torch_xla_files.open_files,
     Program.TORCH_DCP: lambda files: DcpDirectory(files, DcpTensors(files, DcpFiles())),
     Program.TORCH_CHECKPOINTING: lambda files: DcpDirectory(files, RankItems(files)),
     Program.WHOLE_FILES: whole_files.open_files,

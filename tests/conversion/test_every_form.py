@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from nxd_ckpt import convert, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.converting import FORMS
-from nxd_ckpt.errors import CheckpointError, UnsupportedState
+from nxd_ckpt.errors import CheckpointError, PartNotFound, UnsupportedState
 from nxd_ckpt.options.conversion import Form
 from tests.hugging_face.reference import State
 from tests.hugging_face.saved import differences, write_config
@@ -219,3 +219,22 @@ def test_an_export_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedState, match="complex128"):
             convert(tmp_path / "x.pt", tmp_path / "hf", to="hf")
     assert [tmp_path / "x.pt"] == [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("form", ["tag", "files"])
+def test_a_script_may_have_its_state_under_other_keys(tmp_path: Path, form: Form) -> None:
+    """The error of such a file said how to name them, and was raised again; a key that is not there is no key."""
+    weights = {"w": torch.ones(2)}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    file = tmp_path / "script" / "run.pth"
+    file.parent.mkdir()
+    torch.save({"net": weights, "opt": optimizer, "model": {"w": torch.zeros(2)}, "step": 7}, file)
+    for source in (file, file.parent):
+        convert(source, tmp_path / f"out/{form}", to=form, model_key="net", optim_key="opt", overwrite=True)
+        loaded = open_checkpoint(tmp_path / f"out/{form}")
+        assert torch.equal(weights["w"], loaded.read("model/w"))
+        assert torch.equal(weights["w"], loaded.read("optim/#0/exp_avg"))
+    with pytest.raises(PartNotFound, match=r"nothing under 'nets'; found keys .*'net', 'opt'"):
+        convert(file, tmp_path / "none", to=form, model_key="nets")
+    convert(file, tmp_path / "usual", to=form)
+    assert torch.equal(torch.zeros(2), open_checkpoint(tmp_path / "usual").read("model/w"))

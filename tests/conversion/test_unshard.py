@@ -258,7 +258,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         UnshardStrategy("chunks")
     tree = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     save_checkpoint(tmp_path, "optimizer", optimizer=tree, durable=False)
-    with pytest.raises(PartNotFound, match="nothing to write"):
+    with pytest.raises(PartNotFound, match="nothing to convert"):
         unshard_checkpoint(tmp_path / "optimizer", tmp_path / "out", optim=False)
     model_path, optim_path = unshard_checkpoint(tmp_path / "optimizer", tmp_path / "alone")
     assert (None, {"#0": {"step": 3}}) == (model_path, read(optim_path)["state"])

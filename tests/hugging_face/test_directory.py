@@ -78,6 +78,7 @@ def test_a_model_without_config_json(tmp_path: Path, file: str) -> None:
     ("file", "complaint"),
     [
         ("model-00002-of-00003.safetensors", "is one of 3 files of a model: pass their directory"),
+        ("diffusion_pytorch_model-00002-of-00003.safetensors", "is one of 3 files of a model: pass their directory"),
         ("adapter_model.safetensors", "is a PEFT adapter, without its base model: merge it"),
         ("tp0_sharded_checkpoint.safetensors", "is one rank's part of a model: pass the directory"),
         ("config.json", "is a JSON text, without tensors"),
@@ -157,24 +158,32 @@ def read_all(path: Path) -> None:
         directory.tensor(name)
 
 
-@pytest.mark.parametrize("form", ["shards", "bin", "bin shards", "bin shards with index"])
-def test_weights_in_other_files_are_found(tmp_path: Path, form: str) -> None:
-    """Shards that no index describes, and files of torch.save, which are read as plain data."""
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
+@pytest.mark.parametrize("form", ["shards", "shards with index", "bin", "bin shards", "bin shards with index"])
+def test_weights_in_other_files_are_found(tmp_path: Path, form: str, stem: str) -> None:
+    """Shards that no index describes, files of torch.save, which are read as plain data, and shards of other names."""
     state = write_model(tmp_path, Model(), shards=3)
+    index = (tmp_path / INDEX).read_text()
     (tmp_path / INDEX).unlink()
-    if form != "shards":
+    if form.startswith("shards"):
+        for shard in tmp_path.glob("*.safetensors"):
+            shard.rename(tmp_path / shard.name.replace("model", stem))
+        if form == "shards with index":
+            (tmp_path / f"{stem}.safetensors.index.json").write_text(index.replace("model-0", f"{stem}-0"))
+    else:
         shards = sorted(tmp_path.glob("*.safetensors"))
         parts = [load_file(shard) for shard in shards]
         for shard in shards:
             shard.unlink()
-        names = OF_BIN
+        whole = BIN if stem == "model" or form == "bin" else f"{stem}.bin"
+        names = [f"{whole.removesuffix('.bin')}-0000{number}-of-00003.bin" for number in (1, 2, 3)]
         if form == "bin":
-            names, parts = [BIN], [{name: tensor for part in parts for name, tensor in part.items()}]
+            names, parts = [whole], [{name: tensor for part in parts for name, tensor in part.items()}]
         for name, part in zip(names, parts, strict=True):
             torch.save(part, tmp_path / name)
         if form == "bin shards with index":
             places = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-            (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+            (tmp_path / f"{whole}.index.json").write_text(json.dumps({"weight_map": places}))
     assert is_hugging_face(LocalStorage(tmp_path))
     directory = opened(tmp_path)
     found = {name: read_leaf(directory.tensor(name), directory.files.read_ranges) for name in directory.names}

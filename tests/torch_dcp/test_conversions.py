@@ -205,7 +205,7 @@ def test_nxds_tags_go_through_a_store_with_the_names_that_they_need(
     ("options", "error", "match"),
     [
         ({"model_key": "optim"}, InvalidArgument, "must differ"),
-        ({"model_key": "net", "optim_key": "opt"}, PartNotFound, "neither model nor optimizer, so"),
+        ({"model_key": "net", "optim_key": "opt"}, PartNotFound, "neither model nor optimizer to"),
         ({"optimizer_form": "lion"}, InvalidArgument, "plain or None, found 'lion'"),
         ({"partitions": {"absent": Partition(0)}}, InvalidArgument, "names 'absent'"),
     ],
