@@ -175,9 +175,9 @@ class Comparison:
         out = allocated(saved.shape, saved.dtype)
         self._reader.read_into(saved, out, name, compare=False)
         self._reader.finish()
-        expected, found = out.item(), live.detach().cpu().item()  # as numbers: a cast to another dtype may round
-        if not equal_values(expected, found):
-            self.find(kind, name, f"expected {expected!r}, as it was saved, found {found!r}", by_user)
+        number, found_number = out.item(), live.detach().cpu().item()  # a cast to another dtype may round
+        if not equal_values(number, found_number):
+            self.find(kind, name, f"expected {number!r}, as it was saved, found {found_number!r}", by_user)
 
     def _compare_values(self, kind: str, name: str, saved: Any, now: Any, by_user: bool) -> None:
         if isinstance(now, torch.Tensor) and isinstance(saved, (int, float)) and now.numel() == 1:
