@@ -179,7 +179,7 @@ def load_checkpoint(
         _warn_of_others(writing, shared)
     checkpointer = writing or Checkpointer(directory, tiers=tiers, **shared)
     own = {"progress": True, **own, "num_workers": num_workers, "strict": strict, "use_zero1_dcp": use_zero1_dcp}
-    loaded = checkpointer.load_objects(tag, (model, optimizer, scheduler, state), own, lasting=writing is not None)
+    loaded = checkpointer.load_objects(tag, (model, optimizer, scheduler, state), own)
     if writing is None:
         _resumed_from[normalised(directory), topology] = loaded.tag
     return loaded.user_content

@@ -206,7 +206,7 @@ class Checkpointer(ClosesUnheld):
             CheckpointError: see `nxd_ckpt.errors`; on every rank, and nothing was changed except what
                 ``verify="reading"`` or ``verify=False`` find too late.
         """
-        return self.load_objects(tag, (model, optimizer, scheduler, state), options, lasting=True).user_content
+        return self.load_objects(tag, (model, optimizer, scheduler, state), options).user_content
 
     @as_checkpoint_errors
     @takes(LoadOptions, checks=False)
@@ -243,7 +243,7 @@ class Checkpointer(ClosesUnheld):
                     url, others = self.storage.url, other_content(self.storage)
                     logger.warning("%s: there is no checkpoint: the run begins at step %d%s", url, default, others)
                 return default
-        loaded = self.load_objects(None, objects, options, lasting=True)
+        loaded = self.load_objects(None, objects, options)
         content = loaded.user_content
         if user_content is not None and isinstance(content, Mapping):
             user_content.update(content)
@@ -251,16 +251,14 @@ class Checkpointer(ClosesUnheld):
             logger.warning("user_content= fills a dict, but a %s was saved: load() returns it", type(content).__name__)
         return loaded.step
 
-    def load_objects(self, tag: Tag | None, objects: Any, options: Any, *, lasting: bool) -> Loaded:
-        """Load (model, optimizer, scheduler, state), as `load` does; if ``lasting``, start background replication."""
+    def load_objects(self, tag: Tag | None, objects: Any, options: Any) -> Loaded:
+        """Load (model, optimizer, scheduler, state), as `load` does."""
         with self._lock.held("load"):
             self._in_flight.settle()
             self._reserve("load")
             agreement = self._meet("load")
             with self._places.joined(agreement, lasting=self._session is not None):
                 loaded = load(self._places.storages, tag, self._request(agreement, objects, options, "load"))
-                if lasting and not self._is_closed:
-                    self._places.replenish(agreement)
             self.resumed_from = loaded.tag
             if self._session is not None:
                 self._session.resumed_from = loaded.tag
@@ -308,7 +306,6 @@ class Checkpointer(ClosesUnheld):
     def _begin(self, call: SaveCall, options: SaveOptions) -> SaveAttempt:
         """Stage the state and hand it over to the writer thread, which does the rest."""
         require_same_group(self.topology, self.options.topology, self.options.process_group)
-        self._places.settle()
 
         def attempt_of(plan: SavePlan | None) -> SaveAttempt:
             assert self._session is not None
@@ -385,7 +382,6 @@ class Checkpointer(ClosesUnheld):
         with self._lock.held("removal"):
             self._require_open("removes nothing more")
             self._in_flight.settle()
-            self._places.settle()
             session = self._session or self._claim(self._meet("remove"))
             return self._remove(lambda names: remove_tags(session, names, pinned), tags)
 

@@ -31,7 +31,6 @@ RUNS = f"{HIDDEN}/runs"
 PROBES = f"{HIDDEN}/probes"
 COPIES = f"{HIDDEN}/copies"
 PINS = f"{HIDDEN}/pins"
-FETCHED = f"{HIDDEN}/fetched"
 STATISTICS = f"{HIDDEN}/statistics"
 
 UNFINISHED = ".unfinished"

@@ -10,7 +10,6 @@ from nxd_ckpt.commit.tier import Tier, checked_tiers
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, decided_by_rank0
 from nxd_ckpt.core.manifest import FileEntry
 from nxd_ckpt.core.retention_rules import Rule
-from nxd_ckpt.core.tags import latest
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import CheckpointError, InvalidArgument
 from nxd_ckpt.options.checkpointer_options import CheckpointerOptions
@@ -20,10 +19,9 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, copy_by_pieces
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.choosing import Place, settled_tags
-from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.union import choose_nearest
-from nxd_ckpt.tiers.hosts import Replenishing, join
+from nxd_ckpt.tiers.hosts import join
 
 if TYPE_CHECKING:
     from nxd_ckpt.tiers.drain import Drains
@@ -62,8 +60,6 @@ class Tiers:
             where = self.first.url if isinstance(self.first, LocalStorage) else self.tiers[0].path
             self.place = where, self.tiers[0].storage_options or options.storage_options
         self.drains: Drains | None = None
-        self._replenishes = False
-        self._replenishing: Replenishing | None = None
         self._timeout = options.timeout
 
     def __len__(self) -> int:
@@ -101,27 +97,24 @@ class Tiers:
     ) -> Generator[int, None, None]:
         """Copy a file of this host to a tier, on rank 0's request, see `HostsStorage.copy_out`."""
         hosts = self._hosts
-        if hosts is None or place not in range(len(self.storages)):
+        if hosts is None or place not in range(1, len(self.storages)):
             raise OSError(f"there is no tier {place}")
-        source, target = (hosts.own, self.storages[place]) if place else (hosts, hosts.own)
+        target = self.storages[place]
         if not target.is_dir(folder):
             raise OSError(
                 f"{target.url}/{folder}, which rank 0 made, is not there: all ranks must see all tiers, and pass the "
                 "same ones"
             )
-        return copy_by_pieces(StoredFile(source, key), StoredFile(target, f"{folder}/{name}"), expected)
+        return copy_by_pieces(StoredFile(hosts.own, key), StoredFile(target, f"{folder}/{name}"), expected)
 
     @contextmanager
     def joined(self, agreement: Agreement | None, *, lasting: bool) -> Iterator[None]:
-        """Join the other hosts for the block, at whose end no rank reads any more; ``lasting``: for longer.
-
-        They stay joined while replicas are restored.
-        """
+        """Join the other hosts for the block, at whose end no rank reads any more; ``lasting``: for longer."""
         try:
             self.join(agreement)
             yield
         finally:
-            if not (lasting or self._replenishes):
+            if not lasting:
                 self._leave()
 
     def leave(self, meet: Callable[[], Agreement | None] | None) -> None:
@@ -162,7 +155,6 @@ class Tiers:
         return self._hosts is not None
 
     def _leave(self) -> None:
-        self._replenishes = False
         if self._hosts is not None:
             self._hosts.leave()
 
@@ -197,33 +189,6 @@ class Tiers:
         if self.drains is not None:
             with suppress(OSError):  # the first save meets it too
                 self.drains.resume()
-
-    def replenish(self, agreement: Agreement | None) -> None:
-        """Start restoring the newest tags' missing replicas, and copies that a load found damaged, until `settle`.
-
-        It runs in the background of rank 0; all ranks call this, and serve their directories.
-        """
-        hosts = self._hosts
-        if hosts is None or agreement is None or self.tiers[0].replicas == 1:
-            return
-
-        def look() -> bool:
-            try:
-                newest = latest(info for info in list_tags(hosts) if info.ours)
-                if newest is None or not (hosts.lacking(newest.tag) or hosts.is_short(newest.tag)):
-                    return False
-            except (CheckpointError, OSError):  # a caller that needs it gets the error
-                return False
-            self._replenishing = self._replenishing or Replenishing(hosts)
-            self._replenishing.start()
-            return True
-
-        self._replenishes |= decided_by_rank0(agreement, look)
-
-    def settle(self) -> None:
-        """Stop restoring replicas, before tags of the first tier are made or removed."""
-        if self._replenishing is not None:
-            self._replenishing.stop()
 
     def require(self, tier: object) -> None:
         """Raise InvalidArgument unless there is a tier of that number."""
@@ -268,10 +233,6 @@ class Tiers:
 
         With a ``grace`` copying stops, within so many seconds.
         """
-        replenishing = self._replenishing
-        self._replenishing = None
-        if replenishing is not None:
-            replenishing.close()
         drains = self.drains
         self.drains = None
         if drains is not None:

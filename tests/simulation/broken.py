@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from tests.simulation.__main__ import PLACES
 from tests.simulation.crashes import enumerated
 from tests.simulation.disk_schedule import DiskSchedule
-from tests.simulation.hosts_schedule import HostsSchedule
 from tests.simulation.lease_schedule import LeaseSchedule
 from tests.simulation.saves import SAVES
 from tests.simulation.schedule import Schedule, run
@@ -36,7 +35,6 @@ _CHOOSING = "nxd_ckpt/tag/choosing.py"
 _DISK, _S3 = "tests/simulation/world/disk_storage.py", "nxd_ckpt/storage/s3/s3_storage.py"
 _LOCAL, _FILES, _SYSTEM = (f"nxd_ckpt/storage/{name}.py" for name in ("local", "local_files", "system"))
 _HOSTS, _OWN = (f"nxd_ckpt/storage/hosts/{name}.py" for name in ("hosts_storage", "directory"))
-_REPLENISHING = "nxd_ckpt/tiers/hosts.py"
 _SESSION, _NEWS = "nxd_ckpt/commit/session.py", "nxd_ckpt/coordination/peers.py"
 
 _EVERY_STATE = "every state"
@@ -57,7 +55,6 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "an undoing that fails": DiskSchedule.with_an_undoing_that_fails,
     "a takeover at a removal": DiskSchedule.with_a_takeover_at_a_removal,
     "ranks differ": DiskSchedule.with_ranks_that_differ,
-    "moved hosts": HostsSchedule.with_moved_hosts,
     "lost replies": StoreSchedule.with_lost_replies,
     "store, taken over": StoreSchedule.with_a_takeover,
     "store, ranks differ": StoreSchedule.with_ranks_that_differ,
@@ -525,14 +522,6 @@ BREAKS = [
     Break(
         "All hosts count as having the newest save", "hosts", _HOSTS,
         "in marks.items() if marker == newest)", "in marks.items() if marker)",
-    ),
-    Break(
-        "Replacing host gets none of the files", "moved hosts", _REPLENISHING,
-        "        for fetch in fetches:\n            self._fetch(opened, fetch)\n",
-    ),
-    Break(
-        "Returning host keeps older files of a tag", "moved hosts", _REPLENISHING,
-        "            source.hosts.directories[number].remove(tag)\n", "            pass\n",
     ),
     Break(
         "Small file's name not synced on a host", "hosts", _OWN,

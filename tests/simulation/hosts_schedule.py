@@ -33,8 +33,6 @@ NAMES = ("one", "two")
 """Of the hosts."""
 
 _REPLACED = "in its place"
-_REPLENISHED = 20.0
-"""Seconds after which a host has its replicas back."""
 
 _MANIFEST = "manifest.json"
 
@@ -51,9 +49,6 @@ class HostsSchedule(Schedule):
     """Whether the rival has its rank 0 on the other host."""
     away: str | None = None
     """The host that is away in the next launch, another one in its place, and back, with what it had, in one more."""
-    replenishes: bool = False
-    """Whether a job loads on the host that is back, or on one that came in the other's place, and lives on until that
-    has its replicas."""
 
     @staticmethod
     def of(seed: int) -> HostsSchedule:
@@ -70,12 +65,6 @@ class HostsSchedule(Schedule):
             swapped=random.random() < 0.3, crossed=random.random() < 0.5,
             away=random.choice((None, None, None, *NAMES)) if replicas == 2 and fields["fault"] != "lost" else None,
         )
-
-    @staticmethod
-    def with_moved_hosts(seed: int) -> HostsSchedule:
-        """Each file is on two hosts. One is replaced, or was away and comes back, and a job loads there."""
-        one, away = HostsSchedule.of(seed), Random(f"moved {seed}").choice((None, *NAMES))
-        return replace(one, replicas=2, away=None if one.fault == "lost" else away, replenishes=True)
 
     def start(self) -> HostsRun:
         return HostsRun(self)
@@ -118,9 +107,6 @@ class HostsRun(Run):
 
     def afterwards(self) -> None:
         """The host that was away is back: an older save that it has takes the place of none."""
-        if self.schedule.replenishes:
-            self.hosts = (NAMES[0], _REPLACED) if self.schedule.away is None else NAMES
-            self._replenish()
         if self.schedule.away is not None:
             self.hosts = NAMES
             self.resume()
@@ -130,17 +116,8 @@ class HostsRun(Run):
             self.next_saves_work()
             self.resume()
 
-    def _replenish(self) -> None:
-        """A host that came, or came back, gets all files from the other one. Raises AssertionError."""
-        tags = oracle.visible(self.outside())
-        self.resume(lasts=_REPLENISHED)
-        for name in self.hosts:
-            found = oracle.visible(DiskStorage(self.disks[name]))
-            assert found == tags, f"host {name!r} has {found}, of {tags}"
-
-    def resume(self, lasts: float = 0.0) -> None:
-        """Let a job load the latest tag, and live on for so many seconds. Raises AssertionError unless that is the
-        newest that is there."""
+    def resume(self) -> None:
+        """Let a job load the latest tag. Raises AssertionError unless that is the newest that is there."""
         storage = self.outside()
         tags = oracle.visible(storage)
         if not tags:
@@ -154,7 +131,6 @@ class HostsRun(Run):
         def load(rank: int) -> None:
             with checkpointer(self.place(processes[rank], rank), rank, len(processes), job.run_id) as reader:
                 values.append(loaded_by(reader, rank, len(processes)))
-                self.world.pause(lasts)
 
         tasks = [self.world.spawn(process, partial(load, rank)) for rank, process in enumerate(processes)]
         run_to_end(self.world, tasks)

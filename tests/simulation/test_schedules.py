@@ -50,7 +50,6 @@ DIRECTED: list[tuple[Callable[[int], Schedule], int]] = [
     (DiskSchedule.with_an_undoing_that_fails, 60),
     (DiskSchedule.with_a_takeover_at_a_removal, 25),
     (DiskSchedule.with_ranks_that_differ, 15),
-    (HostsSchedule.with_moved_hosts, 5),
     (StoreSchedule.with_lost_replies, 14),
     (StoreSchedule.with_a_takeover, 14),
     (StoreSchedule.with_ranks_that_differ, 10),

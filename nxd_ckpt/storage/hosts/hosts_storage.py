@@ -15,7 +15,6 @@ another job, of which only some hosts are also this job's, does not see it.
 from __future__ import annotations
 
 import errno
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -391,39 +390,6 @@ class HostsStorage(Storage):
                         numbers.get(f"{folder}/{entry.name}", set()).add(self._number(directory))
         return numbers
 
-    def lacking(self, top: str) -> set[int]:
-        """Return the numbers of answering hosts without the marker files of the newest save in the directory ``top``.
-        """
-        marks = self._marks(top)
-        newest = max(marks.values(), key=lambda mark: _order_of(mark[1]), default=None)
-        return {number for number, mark in marks.items() if mark != newest}
-
-    def is_short(self, top: str) -> bool:
-        """Return whether a file in the directory ``top`` has too few copies on the answering hosts.
-
-        Also True if a copy is distrusted.
-        """
-        if any(top_of(key) == top for key, _ in tuple(self.distrusted)):
-            return True
-        folders = [top]
-        while folders:
-            copy_counts = Counter[DirEntry]()
-            for directory in self._order(folders[0], anew=folders[0] == top):
-                with suppress(ConnectionError, TimeoutError):
-                    copy_counts.update(directory.list(folders[0]))
-            if any(copies <= len(self.hosts.replicas) for entry, copies in copy_counts.items() if not entry.is_dir):
-                return True
-            folders = [*folders[1:], *(f"{folders[0]}/{entry.name}" for entry in copy_counts if entry.is_dir)]
-        return False
-
-    def is_member(self, number: int, top: str) -> bool:
-        """Return whether that host's files in the directory ``top`` are of its newest complete save, or it is away."""
-        return self.hosts.directories[number] in self._members_of(top)
-
-    def reachable(self) -> set[int]:
-        """Return the numbers of the hosts that answer."""
-        return {*self._marks("")}
-
     def copies(self, key: str) -> dict[int, Storage]:
         copies: dict[int, Storage] = {}
         for directory in self._order(key):
@@ -437,8 +403,7 @@ class HostsStorage(Storage):
     ) -> Generator[int, None, None]:
         """Let another host copy its file to ``folder/name`` of the lower tier number ``place``.
 
-        Each step of the generator copies a piece and yields its bytes; the file is complete once it ends. With place 0
-        the host fetches the file to its own directory instead.
+        Each step of the generator copies a piece and yields its bytes; the file is complete once it ends.
 
         If it is abandoned before, or anything is raised, the file is not there. Raises CorruptCheckpoint, EOFError,
         OSError: the host is away, refuses, or the file is not the ``expected`` one.
