@@ -21,6 +21,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.system import missing_directories, remove_empty
 from nxd_ckpt.storage.urls import (
+    ARCHIVES,
     StorageOptions,
     StrPath,
     directory_and_name,
@@ -144,10 +145,14 @@ def locate_output(path: StrPath, source: Location, overwrite: bool, options: Sto
 def locate_copy(path: StrPath, source: Location, overwrite: bool, options: StorageOptions | None = None) -> Location:
     """Return the location of a copy of a tag; see `locate_output`.
 
-    Raises InvalidArgument also for a path that may mean the directory of the copy instead: an empty directory, or a
-    name with a slash at its end, which is not the tag's.
+    Raises InvalidArgument also for an archive's name, and for a path that may mean the directory of the copy instead:
+    an empty directory, or a name with a slash at its end, which is not the tag's.
     """
     target = locate_output(path, source, overwrite, options)
+    if target.name != source.name and target.name.endswith(ARCHIVES):
+        raise InvalidArgument(
+            f"output {target.path} is named as an archive, and a copy of a tag is a directory: convert writes archives"
+        )
     storage = target.open()
     means_directory = os.fspath(path).endswith("/") or (storage.renames and storage.is_dir(target.name))
     if target.name != source.name and means_directory and not storage.list(target.name):

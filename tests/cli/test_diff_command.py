@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
 from nxd_ckpt import Topology, save_checkpoint
 from tests.cli.conftest import Run
@@ -41,3 +43,11 @@ def test_a_part_that_one_tag_lacks_takes_one_line(run: Run, tmp_path: Path) -> N
     names = [line for line in every if "  optim/" in line]
     assert f"B has no optimizer: {len(names)} names missing (--all lists them)" == lines[-1]
     assert not [line for line in lines if "  optim/" in line]
+
+
+def test_a_file_is_opened_once_to_compare_it(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is said of it is said once."""
+    torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "a.pt")
+    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    assert 1 == run("diff", tmp_path / "a.pt", tmp_path / "b.safetensors").code
+    assert 1 == sum("taken as a script's own dict" in message for message in caplog.messages)

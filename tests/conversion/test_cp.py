@@ -153,10 +153,12 @@ def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
 
 
 def test_places_that_cannot_be(tmp_path: Path) -> None:
-    """A copy onto itself, of nothing, or of a whole directory of tags."""
+    """A copy onto itself, of nothing, of a whole directory of tags, or into an archive, which was made a directory."""
     source = save_example(tmp_path / "input", 1)
     with pytest.raises(InvalidArgument, match="inside the other"):
         copy_checkpoint(source, source, overwrite=True)
+    with pytest.raises(InvalidArgument, match=r"named as an archive, .* convert writes archives"):
+        copy_checkpoint(source, tmp_path / "output" / "step_1.tar.gz")
     with pytest.raises(CheckpointNotFound, match="does not exist"):
         copy_checkpoint(tmp_path / "absent" / "step_1", tmp_path / "output" / "copy")
     with pytest.raises(CheckpointNotFound, match="directory of checkpoints"):
