@@ -43,7 +43,7 @@ class Ignored:
 
     def matches(self, name: str) -> bool:
         """Return whether the name is left out."""
-        return any(path in self._exact or any(glob.match(path) for glob in self._globs) for path in _lineage(name))
+        return any(path in self._exact or any(glob.match(path) for glob in self._globs) for path in lineage(name))
 
     def covers(self, path: str) -> bool:
         """Return whether everything that could be below ``path`` is left out."""
@@ -65,13 +65,13 @@ def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
 
 def paths(names: Iterable[str]) -> set[str]:
     """Return the names, and all paths above them."""
-    return {path for name in names for path in _lineage(name)}
+    return {path for name in names for path in lineage(name)}
 
 
 def with_emptied_parents(chosen: Iterable[str], names: Iterable[str]) -> set[str]:
     """Return ``chosen`` with all paths above it that keep none of ``names``."""
     chosen = {*chosen}
-    kept = paths(name for name in names if chosen.isdisjoint(_lineage(name)))
+    kept = paths(name for name in names if chosen.isdisjoint(lineage(name)))
     return chosen | (paths(chosen) - kept)
 
 
@@ -90,7 +90,7 @@ def how_to_leave_out(name: str) -> str:
     )
 
 
-def _lineage(name: str) -> Iterator[str]:
+def lineage(name: str) -> Iterator[str]:
     """Yield the name, and the paths above it."""
     yield name
     while "/" in name:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nxd_ckpt.core.name_patterns import PARAM_GROUPS
+from nxd_ckpt.core.name_patterns import PARAM_GROUPS, lineage
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
 from nxd_ckpt.formats.tensors import CONTAINERS, Path, children_of, iter_tensors, like_tuple
@@ -18,6 +18,9 @@ from nxd_ckpt.live.named import OBJECTS
 
 SECTIONS = ("state", "base_state", MASTERS)
 """Keys of a state dict under which state is by the indices of parameters."""
+
+_EMPTY_SECTIONS = {(section,) for section in SECTIONS}
+"""Paths at which an optimizer without state has an empty dict."""
 
 _SHAPES = "shape_info"
 
@@ -125,7 +128,8 @@ def leaf_name(part: str, path: Path, names: Sequence[str] | None, text: Callable
     if len(path) < 2 or path[0] not in SECTIONS or not isinstance(path[1], int):
         return "/".join(("optim", *map(text, path)))
     name = names[path[1]] if names is not None and path[1] < len(names) else f"#{path[1]}"
-    return "/".join(("optim", name, *map(text, path[2:] or (MASTER_WEIGHTS,))))
+    rest = (MASTER_WEIGHTS,) if path[0] == MASTERS else path[2:]
+    return "/".join(("optim", name, *map(text, rest)))
 
 
 def key_text(key: Any) -> str:
@@ -140,6 +144,16 @@ def is_in(part: str, name: str) -> bool:
     return name.partition("/")[0] == ("optim" if part == "optimizer" else part)
 
 
+def is_below(name: str, known: Collection[str]) -> bool:
+    """Return whether a value of this name, or a container that it is in, is ``known``.
+
+    In a model no container has a name of its own.
+    """
+    if is_in("model", name):
+        return name in known
+    return bool(known) and any(path in known for path in lineage(name))
+
+
 class Container(NamedTuple):
     """A container of which the parts have names of their own."""
 
@@ -150,17 +164,18 @@ def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tup
     """Yield everything in the tree of a part that is no tensor: name, path and value.
 
     A container without tensors, in the state of a parameter or as an option, is one value. Indices of parameters are
-    left out. Of schedulers and objects, which may have another form on each rank, each other one is a `Container`.
+    left out. Of schedulers, objects and the state of parameters, which may have another form on each rank, each other
+    one is a `Container`.
     """
 
     def walk(node: Any, path: Path) -> Iterator[tuple[str, Path, Any]]:
         children = () if isinstance(node, torch.Tensor) else list(children_of(node))
         if children and (len(path) < _depth(part, path) or next(iter_tensors(node, torch.Tensor), None)):
-            if part == "scheduler":
+            if part == "scheduler" or (part == "optimizer" and len(path) > 1 and path[0] in SECTIONS):
                 yield leaf_name(part, path, names, key_text), path, Container(node)
             for key, child in children:
                 yield from walk(child, (*path, key))
-        elif not isinstance(node, torch.Tensor) and path[2:] != ("params",):
+        elif not isinstance(node, torch.Tensor) and path[2:] != ("params",) and path not in _EMPTY_SECTIONS:
             yield leaf_name(part, path, names, key_text), path, node
 
     return walk(tree, ())

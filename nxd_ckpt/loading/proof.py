@@ -351,7 +351,7 @@ class Proof(Comparison):
                 self.find("moments", name, "the live optimizer has it, and the tag does not", by_user)
         if not is_dict:
             for name in provenance.unread([name for name in names if not name.startswith("#")], read):
-                if not (self._context.filter.ignores(name) or name in self._trees.rank_state.absent):
+                if not (self._context.filter.ignores(name) or self._trees.rank_state.replaces(name)):
                     self.find("moments", name, "the tag has it, and it was not loaded", by_user)
 
     @cached_property

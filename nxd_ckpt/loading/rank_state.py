@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.mesh import Mesh, Placed
@@ -13,7 +14,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
 from nxd_ckpt.live.dtensor import described_layout
-from nxd_ckpt.live.state_names import is_in, key_text, leaf_name, replaced, values_in
+from nxd_ckpt.live.state_names import SECTIONS, is_below, is_in, key_text, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -34,6 +35,14 @@ class RankState:
 
     def __bool__(self) -> bool:
         return bool(self.leaves or self.absent)
+
+    def replaces(self, name: str) -> bool:
+        """Return whether this rank has something else, or nothing, in place of what has this name in the tag."""
+        return is_below(name, self._names)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset((*self.leaves, *self.absent))
 
     def refuse_others(self, live: Set[Mesh]) -> None:
         """Raise IncompatibleState if they were not saved on these meshes of a job."""
@@ -62,7 +71,9 @@ class RankState:
         at |= {name: path for name, path, _ in values_in(part, tree, parameters)}
         # In tags of before, keys are in names as they are. What differs there has a path, except tensors.
         before = {leaf_name(part, path, parameters): path for path in (*tensors, *at.values())}
-        places = before | {name: tuple(path) for name, path in self.paths.items()} | at
+        index_of = {name: index for index, name in enumerate(parameters or ())}
+        paths = {name: _live_path(name, tuple(path), index_of) for name, path in self.paths.items()}
+        places = before | paths | at
         values: dict[Path, Any] = {}
         for name, leaf in own.items():
             path = places.get(name)
@@ -79,6 +90,15 @@ class RankState:
                 f"{self.where}: {name} differed between the ranks that saved it, and each rank's own was saved, here "
                 f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. {how_to_leave_out(name)}"
             )
+
+
+def _live_path(name: str, path: Path, index_of: Mapping[str, int]) -> Path:
+    """Return the saved ``path`` of that name, with the live index of an optimizer's parameter."""
+    if not is_in("optimizer", name) or path[0] not in SECTIONS:
+        return path
+    entry = "".join(f"/{key_text(key)}" for key in path[2:])
+    parameter = name.removeprefix("optim/").removesuffix(entry)
+    return (path[0], index_of.get(parameter, path[1]), *path[2:])
 
 
 def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Sequence[str]) -> RankState:
@@ -110,7 +130,7 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
                 f"{opened.where}: this rank's own values of {first_of(lost)} were noticed when they had changed "
                 "already, and are not in this tag. Load another one, or leave them out with ignore_keys="
             )
-        leaves |= {name: leaf for name, leaf in own["leaves"].items() if name in names}
+        leaves |= {name: _chosen(name, leaf, filtered) for name, leaf in own["leaves"].items() if name in names}
         paths |= own["paths"]
         meshes |= own["meshes"]
         absent += [name for name in own["absent"] if name in names]
@@ -121,6 +141,13 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
     if topology.members is not None:  # in the tag ranks are places among them
         on = {replace(mesh, ranks=tuple(topology.members[place] for place in mesh.ranks)) for mesh in on}
     return RankState(opened.where, leaves, paths, meshes, absent, on)
+
+
+def _chosen(name: str, leaf: Any, filtered: Filter) -> Any:
+    """Return the leaf, of a parameter's state only what is not left out of the load."""
+    if not is_in("optimizer", name) or not isinstance(leaf, dict):
+        return leaf
+    return {key: entry for key, entry in leaf.items() if not _ignores(filtered, f"{name}/{key}")}
 
 
 def _described(meshes: Set[Mesh]) -> str:

@@ -133,7 +133,7 @@ class LoadTrees:
 
     @property
     def _own_leaves(self) -> set[int]:
-        return set(map(id, self.rank_state.leaves.values()))
+        return {id(leaf) for own in self.rank_state.leaves.values() for _, leaf in iter_tensors(own)}
 
     def placed_leaves(self) -> Iterator[tuple[str, Leaf, Placed]]:
         """Yield the leaves that are loaded into DTensors, with their places on meshes."""

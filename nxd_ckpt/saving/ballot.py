@@ -20,7 +20,6 @@ from nxd_ckpt.coordination.control_files import votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
 from nxd_ckpt.core.names import folders_of
-from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.tags import goes_back, latest
 from nxd_ckpt.core.votes import (
     FORMS,
@@ -47,7 +46,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.layouts.dcp_metadata import dump_metadata
 from nxd_ckpt.saving.plan import SavePlan
-from nxd_ckpt.saving.replica_check import lines_of, refuse_lines
+from nxd_ckpt.saving.replica_check import lines_of, refuse_lines, warn_of_own
 from nxd_ckpt.saving.replicas import Own
 from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.saving.staging import stage_and_write
@@ -338,15 +337,7 @@ class Ballot:
             if new:
                 claims = [Claim.of(key) for key in keys if key in vote.claims]
                 others = [one.writes for one in claims if votes[one.writes].claims.get(one.key) != vote.claims[one.key]]
-                logger.warning(
-                    "%s: ranks %d and %d count as replicas, and differ in %s. From now on each rank's own are saved, "
-                    "and come back to the same rank on the same sizes; on others a load refuses them. If they should "
-                    "be equal, synchronise them",
-                    self._session.storage.url,
-                    (others or [vote.rank])[0],
-                    vote.rank,
-                    first_of(new),
-                )
+                warn_of_own(((others or [vote.rank])[0], vote.rank), new)
                 break
         self._know(name for vote in votes for name in vote.per_rank)
         return votes

@@ -20,7 +20,7 @@ from nxd_ckpt.saving.ballot import Ballot, tidy
 from nxd_ckpt.saving.pending import Helpers, SaveProgress, Worker
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.planned_file import Wave, end_of, plan_waves
-from nxd_ckpt.saving.replica_check import MeshSummary, agree_on_groups, refuse_other_forms
+from nxd_ckpt.saving.replica_check import MeshSummary, agree_on_groups, differing_state
 from nxd_ckpt.saving.save_attempt import SaveAttempt
 from nxd_ckpt.saving.save_planner import Planner
 from nxd_ckpt.saving.staging import Stager, buffers_of
@@ -71,9 +71,12 @@ class Pipeline:
         self._held: Stager | None = None  # until the save is decided: what other ranks hold too is compared in it
         self._buffers = buffers_of(topology.rank if topology.members is None else topology.members[topology.rank])
 
-    def plan(self, state: SaveState) -> StagingPlan:
-        """Plan a save of ``state``. Raises errors that make it impossible, before anything is written."""
-        plan = self._planner.plan(state)
+    def plan(self, state: SaveState, *, agreed: bool = False) -> StagingPlan:
+        """Plan a save of ``state``; see `Planner.plan`.
+
+        Raises errors that make it impossible, before anything is written.
+        """
+        plan = self._planner.plan(state, agreed=agreed)
         _ = self._writer  # raises here if a thread cannot start
         return StagingPlan(plan, plan_waves(plan.staged_files, self._cap()))
 
@@ -91,12 +94,14 @@ class Pipeline:
         while (agreement := meet()) is not None:
             summary = on_all(agreement, lambda: MeshSummary(captured(), self._topology.members))
             self._planner.groups = agree_on_groups(agreement, summary)
-            planned = on_all(agreement, partial(self.plan, summary.state))
+            planned = on_all(agreement, partial(self.plan, summary.state, agreed=True))
             plans = agreement.gather(planned.plan.agreed(tag, self._topology))
             newest = decided_by_rank0(agreement, partial(_newest_tag, plans))
             if newest is None:
                 if self._planner.groups is None:
-                    refuse_other_forms(agreement, summary, planned.plan.replica, self._topology)
+                    names = differing_state(agreement, summary, planned.plan.replica, self._topology)
+                    self._planner.known.update(names)
+                    planned = on_all(agreement, partial(self.plan, summary.state)) if names else planned
                 return agreement, planned
             if newest != tag:
                 raise RanksDisagree(f"save of {tag!r} failed: not all ranks made it, others are at {newest!r}")

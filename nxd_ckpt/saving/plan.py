@@ -96,11 +96,13 @@ class SavePlan:
         return {"tag": tag, "topology": topology.describe(), **parts, **chosen}
 
 
-def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None) -> SavePlan:
+def plan_save(
+    state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None, *, alone: bool = False
+) -> SavePlan:
     """Plan the save of the rank that ``topology`` is seen from. Reads no tensor data.
 
     The leaves of the state may be live tensors, or stubs of saved ones (TensorStub, Assembly). ``groups`` are those of
-    a mesh job.
+    a mesh job. If replicas hold other state of parameters, one of them writes a plain optimizer ``alone``.
 
     Raises:
         InvalidArgument: ``partitions`` names a parameter that the model does not have, or an impossible partition.
@@ -134,16 +136,14 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
     elif state.optimizer is not None:
         kind = state.optimizer_kind or "plain"
         zero1 = kind != "plain"
-        key = names.optimizer_file(topology, topology.coordinates, kind)
+        # Of a file that one rank writes, the others save for themselves what they hold in another form.
+        is_shared = state.use_xser and not zero1 and not alone
+        shared = shared if is_shared else shared[:-1]
         owners = [topology.rank] if kind == "zero1" else group
-        experts_only = topology.ep_rank > 0 and not zero1
-        writes = _owners(state.optimizer, state.use_xser, owners, topology, set(), experts_only)
-        files += _shared_files("optimizer", key, state.optimizer, state.use_xser, owners, topology, writes)
-        copies += _copies("optimizer", state.optimizer, writes, owners)
-        if state.use_xser and not zero1:
-            copies += _of_all_experts("optimizer", state.optimizer, topology, set())
+        its_files, its_copies = _plan_optimizer(state.optimizer, kind, state.use_xser, owners, topology, alone=alone)
+        files += its_files
+        copies += its_copies
         writers |= {} if zero1 else {"optimizer": group[0]}
-        shared = shared[:-1] if zero1 else shared
     leads = topology.rank == group[0] and topology.tp_rank == 0
     return SavePlan(
         shared=tuple(files),
@@ -156,6 +156,21 @@ def plan_save(state: SaveState, topology: Topology, groups: Sequence[MeshGroup] 
         copies=tuple(_with_places(copies, files)),
         writers=writers,
     )
+
+
+def _plan_optimizer(
+    optimizer: State, kind: str, use_xser: bool, owners: list[int], topology: Topology, *, alone: bool
+) -> tuple[list[PlannedFile], list[Replica]]:
+    """Return this rank's files of an optimizer that the ranks ``owners`` hold, and what they hold in common."""
+    zero1 = kind != "plain"
+    key = names.optimizer_file(topology, topology.coordinates, kind)
+    group = owners[:1] if alone else owners
+    experts_only = topology.ep_rank > 0 and not zero1
+    writes = _owners(optimizer, use_xser, group, topology, set(), experts_only)
+    copies = list(_copies("optimizer", optimizer, writes, owners))
+    if use_xser and not zero1:
+        copies += _of_all_experts("optimizer", optimizer, topology, set(), alone=alone)
+    return _shared_files("optimizer", key, optimizer, use_xser, group, topology, writes), copies
 
 
 def _with_places(copies: Iterable[Replica], files: Sequence[PlannedFile]) -> Iterator[Replica]:
@@ -175,12 +190,15 @@ def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[
             yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], part)
 
 
-def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collection[str]) -> Iterator[Replica]:
-    """Yield the tensors of a part in xser files that all ep ranks hold, and ranks with ep_rank 0 write."""
+def _of_all_experts(
+    part: str, state: State, topology: Topology, skipped: Collection[str], *, alone: bool = False
+) -> Iterator[Replica]:
+    """Yield the tensors of a part in xser files that all ep ranks hold, and a rank with ep_rank 0 writes."""
     if topology.ep == 1:
         return
     first = Coordinates(topology.pp_rank, tp_rank=topology.tp_rank)
-    owners = _owners(state, True, topology.replicas(first, expert=True), topology, skipped, False)
+    writers = topology.replicas(first, expert=True)
+    owners = _owners(state, True, writers[:1] if alone else writers, topology, skipped, False)
     experts = _experts(state, topology)
     for number, (path, leaf) in enumerate(iter_tensors(state.tree)):
         compares = topology.ep_rank > 0 or owners.get(number) == topology.rank  # the others compare more anyway
@@ -347,12 +365,19 @@ def _digest_of_structure(parts: list[State], state: SaveState) -> str:
     A plain optimizer must also hold the same parameters, in any order: it may have no state of them yet.
     """
     optimized = state.optimizer_names if state.optimizer_kind in (None, "plain") else None
-    digest = hashlib.sha256(repr(sorted(optimized or ())).encode())
-    for part in parts:
-        for path, tensor in iter_tensors(part.tree):
-            dtype, shape = form_of(tensor)
-            line = (part.tensors[path].name, dtype, list(shape))
-            digest.update(repr(line).encode())
+    return _digest_of_lines([*sorted(optimized or ()), *(digest_of_forms(part) for part in parts)])
+
+
+def digest_of_forms(part: State) -> str:
+    """Return a digest that is equal for tensors of the same names, shapes and dtypes, in the same order."""
+    tensors = ((part.tensors[path].name, *form_of(tensor)) for path, tensor in iter_tensors(part.tree))
+    return _digest_of_lines(tensors)
+
+
+def _digest_of_lines(lines: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(repr(line).encode())
     return digest.hexdigest()[:32]
 
 

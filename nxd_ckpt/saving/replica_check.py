@@ -5,17 +5,20 @@ Only digests are exchanged: names are sent if something is wrong, and by the lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mesh import Mesh, MeshGroup, MeshPlace, OutsideOfGroup, RankStructure, groups_of, ravelled
+from nxd_ckpt.core.name_patterns import lineage
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import REPLICAS_ALIKE, Claim, unlike
+from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import crc32
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.formats.tensors import form_of, iter_tensors
 from nxd_ckpt.live import torch_xla
@@ -42,17 +45,41 @@ def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGrou
     return [MeshGroup.from_json(group) for group in answer["groups"]]
 
 
-def refuse_other_forms(agreement: Agreement, summary: MeshSummary, replica: str, topology: Topology) -> None:
-    """Raise RanksDisagree, on all ranks, if replicas without DTensors hold other tensors. Collective.
+def differing_state(agreement: Agreement, summary: MeshSummary, replica: str, topology: Topology) -> list[str]:
+    """Return names of parameters whose state has other tensors on replicas without DTensors. Collective.
 
-    ``replica`` is their digest in this rank's plan.
+    ``replica`` is the digest of the tensors in this rank's plan.
+
+    Raises RanksDisagree, on all ranks, if they hold other tensors beside these.
     """
     digests = agreement.gather(replica)
     ask = decided_by_rank0(agreement, lambda: unlike(digests or [], topology))
-    if ask:
-        lines = {**summary.lines, **{f"optim/{name}": [] for name in summary.state.optimizer_names or ()}}
-        gathered = agreement.gather(lines if agreement.rank in ask else None) or []
-        decided_by_rank0(agreement, lambda: _refuse([(rank, gathered[rank] or {}) for rank in ask], REPLICAS_ALIKE))
+    if not ask:
+        return []
+    lines = {**summary.lines, **{f"optim/{name}": [] for name in summary.state.optimizer_names or ()}}
+    gathered = agreement.gather(lines if agreement.rank in ask else None) or []
+    return decided_by_rank0(agreement, lambda: _differing_state([(rank, gathered[rank] or {}) for rank in ask]))
+
+
+def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> list[str]:
+    (rank, lines_a), (other_rank, lines_b) = lines_of_ranks
+    names = [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
+    parameters = {name for name, line in lines_a.items() if line == [] == lines_b.get(name)}
+    found = {next((above for above in lineage(name) if above in parameters), "") for name in names}
+    if not names or "" in found or any(name.endswith(f"/{MASTER_WEIGHTS}") for name in names):
+        _refuse(lines_of_ranks, REPLICAS_ALIKE)
+    warn_of_own((rank, other_rank), found)
+    return sorted(found)
+
+
+def warn_of_own(ranks: tuple[int, int], names: Collection[str]) -> None:
+    """Warn of what two replicas do not hold alike."""
+    logger.warning(
+        "ranks %d and %d count as replicas, and differ in %s. From now on each rank's own are saved, and come back to "
+        "the same rank on the same sizes; on others a load refuses them. If they should be equal, synchronise them",
+        *ranks,
+        first_of(sorted(names)),
+    )
 
 
 def lines_of(plan: SavePlan) -> dict[str, list[Any]]:

@@ -10,7 +10,7 @@ and, in the first two saves of a structure, all; later samples of large ones. So
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,15 +19,16 @@ import torch
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.votes import SAMPLES, VALUES, WHOLE, Claim
+from nxd_ckpt.core.votes import REPLICAS_ALIKE, SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import block_crcs, crc32, digest_of_value
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
-from nxd_ckpt.formats.tensors import Path, children_of, form_of, map_tensors, nbytes_of
+from nxd_ckpt.formats.tensors import Path, children_of, form_of, iter_tensors, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import PLAIN
-from nxd_ckpt.live.state_names import Container, groups_of, is_in, values_in
+from nxd_ckpt.live.state_names import Container, groups_of, is_below, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile, Wave
 
 LARGE = 2**20
@@ -77,18 +78,19 @@ class Replica(NamedTuple):
 class Values:
     """Everything in the tree of a ``part`` that is no tensor. ``tree`` must not change any more.
 
-    ``pickled`` are all values, None if they are not known, and ``form`` is that of the tree around them; ``known`` are
-    names of what ranks save for themselves. ``forms`` are those of a scheduler's tensors, by their ids: see `Replica`.
+    ``known`` are names of what ranks save for themselves. ``copies`` describe the ``tensors`` of the part, by their
+    numbers. ``pickled`` are all values, None if they are not known, and ``form`` is that of the tree around them.
     """
 
     part: str
     writes: int
     tree: Any = field(repr=False)
     parameters: Sequence[str] | None
-    pickled: bytes | None
-    form: Any
     known: set[str]
-    forms: Mapping[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    tensors: Sequence[torch.Tensor] = field(default=(), repr=False)
+    copies: Sequence[Replica] = field(default=(), repr=False)
+    pickled: bytes | None = None
+    form: Any = None
 
     @property
     def claim(self) -> str:
@@ -107,10 +109,18 @@ class Values:
         return digests | {f"optim/{name}{_GROUP}": crc32(first.encode()) for name, first in groups.items()}
 
     def _about(self, value: Any) -> Any:
-        """Return plain data; of a container its keys, and the forms of its tensors."""
+        """Return plain data; of a container the forms of its tensors, and its keys if these have no names."""
         if not isinstance(value, Container):
             return value
-        return type(value.tree).__name__, [(key, self.forms.get(id(leaf))) for key, leaf in children_of(value.tree)]
+        if self.part == "optimizer":
+            return [(path, self._forms.get(id(leaf))) for path, leaf in iter_tensors(value.tree, torch.Tensor)]
+        return type(value.tree).__name__, [(key, self._forms.get(id(leaf))) for key, leaf in children_of(value.tree)]
+
+    @cached_property
+    def _forms(self) -> dict[int, tuple[str, tuple[int, ...]]]:
+        """The forms of the tensors, by their ids, except those of DTensors: ranks of a mesh may have other shapes."""
+        plain = (copy for copy in self.copies if copy.part == self.part and copy.mesh is None)
+        return {id(self.tensors[copy.number]): copy.form for copy in plain}
 
     @cached_property
     def digest(self) -> int:
@@ -118,18 +128,6 @@ class Values:
         if self.pickled is not None and not self.known:
             return crc32(repr((self.form, crc32(self.pickled))).encode())
         return crc32(repr(sorted(self.digests.items())).encode())
-
-
-def is_below(name: str, known: Collection[str]) -> bool:
-    """Return whether a value of this name, or a container that it is in, is ``known``.
-
-    Only containers of schedulers and objects have names of their own.
-    """
-    if not is_in("scheduler", name):
-        return name in known
-    while known and name and name not in known:
-        name = name.rpartition("/")[0]
-    return bool(known and name)
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class Own:
 
     def file(self, rank: int, number: int) -> PlannedFile:
         """Return the file to write; ``number`` is that of names.rank_state_file."""
-        objects = [name for name in self.leaves if is_in("scheduler", name)]
+        objects = {name for name in self.leaves if not is_in("model", name)}
         for name in [name for name in objects if is_below(name.rpartition("/")[0], objects)]:
             del self.leaves[name]
         image = image_of(vars(self), stride_of=stride_in_content, records=True)
@@ -343,7 +341,9 @@ class Replicas:
         copy_of = {id(self.tensors[copy.part][copy.number]): copy for copy in self.copies}
 
         def own_value(tensor: torch.Tensor) -> torch.Tensor | None:
-            copy = copy_of[id(tensor)]
+            copy = copy_of.get(id(tensor))
+            if copy is None:
+                raise RanksDisagree(f"optimizer: ranks differ in which parts of shards they have; {REPLICAS_ALIKE}")
             number = number_of.get(id(tensor))
             value = tensor if self.stays else None
             if number is not None:  # else it is this rank's own already, and was not staged to be compared
@@ -351,10 +351,6 @@ class Replicas:
             own.keep(copy, value)
             return value
 
-        for number, copy in enumerate(self.compared):
-            key = copy.claim(WHOLE if self.whole else SAMPLES)
-            if key in theirs and mine.get(key, {}).get(copy.name) != theirs[key].get(copy.name):
-                own.keep(copy, self._held(number, copy, storage_of))
         for values in self.values:
             if values.claim in theirs:
                 others = theirs[values.claim]
@@ -367,7 +363,31 @@ class Replicas:
                         "so that no load could give each rank its options: build param_groups alike on all ranks"
                     )
                 own.keep_values(values, names, own_value)
+        apart = {*own.leaves, *own.absent}
+        how = WHOLE if self.whole else SAMPLES
+        for number, copy in enumerate(self.compared):
+            key = copy.claim(how)
+            if key in theirs and not is_below(copy.name, apart):
+                other = theirs[key].get(copy.name)
+                if other is None and not self._is_in_container(copy):
+                    raise _held_by_some(copy.name, self.rank, copy.writes)
+                if mine.get(key, {}).get(copy.name) != other:
+                    own.keep(copy, self._held(number, copy, storage_of))
+        for key, others in theirs.items():
+            claim = Claim.of(key)
+            for name in others if not claim.what.endswith(VALUES) else ():
+                if name not in self._names and (_is_master(name) or not is_below(name, apart)):
+                    raise _held_by_some(name, claim.writes, self.rank)
         return own
+
+    def _is_in_container(self, copy: Replica) -> bool:
+        """Return whether a tensor has a place also on ranks that lack it: in a container, which is compared too."""
+        return copy.part != "optimizer" or (not _is_master(copy.name) and is_below(copy.name, self._containers))
+
+    @cached_property
+    def _containers(self) -> set[str]:
+        names = (values.by_name.items() for values in self.values)
+        return {name for items in names for name, (_, value) in items if isinstance(value, Container)}
 
     def _held(self, number: int, copy: Replica, storage_of: Mapping[int, int]) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
@@ -377,6 +397,15 @@ class Replicas:
                 value = _tensor_at(staged, *copy.form)
                 return value if copy.stride is None else with_note(value, copy.stride)
         return self.tensors[copy.part][copy.number] if self.stays else None
+
+
+def _is_master(name: str) -> bool:
+    """Return whether this is a master weight, which is beside the state of its parameter."""
+    return name.endswith(f"/{MASTER_WEIGHTS}")
+
+
+def _held_by_some(name: str, rank: int, other_rank: int) -> RanksDisagree:
+    return RanksDisagree(f"{name} is a tensor on rank {rank}, and not there on rank {other_rank}; {REPLICAS_ALIKE}")
 
 
 def _joint(crcs: Sequence[int]) -> int:

@@ -20,17 +20,17 @@ from nxd_ckpt.core.mesh import MeshGroup
 from nxd_ckpt.core.names import SCHEDULER
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
-from nxd_ckpt.formats.crc32 import digest_of_value
+from nxd_ckpt.formats.crc32 import crc32, digest_of_value
 from nxd_ckpt.formats.image import Image
 from nxd_ckpt.formats.state import SaveState, State
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.layouts.payload import checked_optimizer
-from nxd_ckpt.live.state_names import key_text, leaf_name
-from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
+from nxd_ckpt.live.state_names import is_below, key_text, leaf_name
+from nxd_ckpt.saving.plan import SavePlan, digest_of_forms, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
-from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values, is_below
+from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values
 
 _VALUES = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
 """Types whose values cannot change."""
@@ -126,13 +126,22 @@ class Planner:
         self._cached: _CachedPlan | None = None
         self.groups: Sequence[MeshGroup] | None = None
         """Groups of a mesh job, once its ranks have agreed on them."""
-        self._known: set[str] = set()
-        """Names of what each rank saves for itself."""
+        self.known: set[str] = set()
+        """Names of what each rank saves for itself. All ranks have the same."""
+        self._shared: str | None = None
+        """Digest of the forms of the optimizer that several ranks write."""
         self._last: _Compared | None = None
         self._staged: tuple[Any, ZipImage] | None = None
 
-    def plan(self, state: SaveState) -> SavePlan:
-        """Plan a save of ``state``; see `plan_save`."""
+    def plan(self, state: SaveState, *, agreed: bool = False) -> SavePlan:
+        """Plan a save of ``state``; see `plan_save`.
+
+        Only tensors of an optimizer on which all ranks have ``agreed`` are written by several: later, some of the ranks
+        may have others.
+        """
+        if agreed:
+            self._cached = None
+            self._shared = None if state.optimizer is None else digest_of_forms(state.optimizer)
         trees = {part: own.tree for part, own in state.trees().items()}
         structures = {part: structure_of(tree) for part, tree in trees.items()}
         plan = self._plan(state, structures)
@@ -142,7 +151,7 @@ class Planner:
             trees["scheduler"] = state.scheduler
             structures["scheduler"] = structure_of(state.scheduler)
         if state.is_of_rank:
-            self._known |= {each.name for each in plan.copies}
+            self.known |= {each.name for each in plan.copies}
         return self._with_replicas(plan, trees, structures, state)
 
     def _plan(self, state: SaveState, structures: Mapping[str, Structure | None]) -> SavePlan:
@@ -150,12 +159,21 @@ class Planner:
         if complete != structures:
             self._cached = None
             return self._planned(state)
-        likeness = _likeness(state, complete)
+        likeness = len(self.known), _likeness(state, complete)
         if self._cached is None or self._cached.likeness != likeness:
             plan = self._planned(state)
             self._cached = _cache(plan, likeness, complete)
             return plan
         return self._cached.holding(state, complete, self._topology)
+
+    def _writes_alone(self, state: SaveState) -> bool:
+        """Return whether one rank writes the plain optimizer of its replicas, as its tensors differ, or may do so."""
+        if state.optimizer is None:
+            return True
+        indices = (f"#{index}" for group in state.optimizer.tree["param_groups"] for index in group["params"])
+        differ = {f"optim/{name}" for name in state.optimizer_names or indices} & self.known
+        of_whole = any(name.startswith("optim/state/") for name in self.known)
+        return bool(differ) or of_whole or digest_of_forms(state.optimizer) != self._shared
 
     def _planned(self, state: SaveState) -> SavePlan:
         """Plan a save of another structure than the last one's. Raises UnsupportedState for what no load would take."""
@@ -176,7 +194,7 @@ class Planner:
         if self._topology.world_size > 1:
             for part in state.trees().values():
                 _refuse_one_name(part)
-        return plan_save(state, self._topology, self.groups)
+        return plan_save(state, self._topology, self.groups, alone=self._writes_alone(state))
 
     def _with_replicas(
         self,
@@ -195,22 +213,24 @@ class Planner:
         copies = (*plan.copies, *of_scheduler) if of_scheduler else plan.copies
         last = self._last
         # Of a cached plan they are the same object, which saves a walk through all of them.
-        is_known = last is not None and last.copies is copies and last.known == len(self._known)
-        if last is None or last.known != len(self._known) or not (is_known or last.copies == copies):
-            compared = [each for each in copies if each.writes != rank and not is_below(each.name, self._known)]
+        is_known = last is not None and last.copies is copies and last.known == len(self.known)
+        if last is None or last.known != len(self.known) or not (is_known or last.copies == copies):
+            compared = [each for each in copies if each.writes != rank and not is_below(each.name, self.known)]
             samples = any(each.nbytes > LARGE for each in compared)
-            last = _Compared(copies, compared, len(self._known), samples)
+            forms = {part: crc32(repr([each.form for each in copies if each.what == part]).encode()) for part in _PARTS}
+            last = _Compared(copies, compared, len(self.known), samples, forms)
         self._last = last._replace(copies=copies, times=last.times + 1)
-        values = [
-            _values_of(part, plan.writers[part], tree, structures[part], state.optimizer_names, self._known)
-            for part, tree in trees.items()
-            if part in plan.writers
-        ]
+        values = []
+        for part, tree in trees.items():
+            if part in plan.writers:
+                parameters = state.optimizer_names
+                held = Values(part, plan.writers[part], tree, parameters, self.known, tensors[part], copies)
+                values.append(_unchanging(held, structures[part], last.forms[part]))
         if state.user_content is not None:  # compared as it is now, without the values of its tensors
             digest = digest_of_value(map_tensors(state.user_content, form_of, _LIVE))
-            values.append(Values("user_content", 0, digest, None, None, None, self._known))
+            values.append(Values("user_content", 0, digest, None, self.known))
         whole = last.times < _WHOLE_SAVES or not last.samples
-        replicas = Replicas(rank, copies, last.compared, tensors, values, self._known, whole)
+        replicas = Replicas(rank, copies, last.compared, tensors, values, self.known, whole)
         own = replicas.own
         staged = replicas.to_stage
         objects = (*plan.objects, *([own.file(rank, 0)] if own else []))
@@ -237,17 +257,20 @@ def _refuse_one_name(part: State) -> None:
 class _Compared(NamedTuple):
     """The copies of the last save, and those that this rank compares, with so many names known.
 
-    ``samples``: there are so large ones that samples are compared; ``times`` are such saves in a row.
+    ``samples``: there are so large ones that samples are compared. ``forms`` are digests of the forms in each part that
+    replicas hold alike, other than those of DTensors. ``times`` are such saves in a row.
     """
 
     copies: Sequence[Replica]
     compared: Sequence[Replica]
     known: int
     samples: bool
+    forms: Mapping[str, int]
     times: int = 0
 
 
 _LIVE = torch.Tensor
+_PARTS = ("model", "optimizer", "scheduler")
 _WHOLE_SAVES = 2
 """Saves of a structure that compare all of each copy."""
 
@@ -260,19 +283,18 @@ def _copies_of_scheduler(tree: Any, plan: SavePlan) -> Iterator[Replica]:
         yield Replica.of("scheduler", number, leaf_name("scheduler", path, None, key_text), leaf, 0, "scheduler", place)
 
 
-def _values_of(
-    part: str, writes: int, tree: Any, structure: Structure | None, parameters: Sequence[str] | None, known: set[str]
-) -> Values:
-    tensors = [tensor for _, tensor in iter_tensors(tree, _LIVE)] if part == "scheduler" or structure is None else []
-    forms = {id(tensor): form_of(tensor) for tensor in tensors} if part == "scheduler" else {}
-    if structure is None:  # some of them could change before the save ends
-        tree = copy.deepcopy(tree, {id(tensor): tensor for tensor in tensors})
-        return Values(part, writes, tree, parameters, None, None, known, forms)
-    if part != "scheduler":  # each rank of a mesh may have other shapes; and the containers are copies
-        return Values(part, writes, tree, parameters, structure.values, structure.nodes, known)
-    tree = map_tensors(tree, lambda tensor: tensor, _LIVE)
-    form = structure.nodes, [own[:2] for own in structure.forms]
-    return Values(part, writes, tree, parameters, structure.values, form, known, forms)
+def _unchanging(values: Values, structure: Structure | None, forms: int) -> Values:
+    """Return the values with a tree that does not change before the save ends.
+
+    ``forms`` is a digest of the forms of its tensors.
+    """
+    if structure is None:  # some of them could change
+        tree = copy.deepcopy(values.tree, {id(tensor): tensor for _, tensor in iter_tensors(values.tree, _LIVE)})
+        return replace(values, tree=tree)
+    # The containers of model and optimizer are copies already.
+    is_copy = values.part != "scheduler"
+    tree = values.tree if is_copy else map_tensors(values.tree, lambda tensor: tensor, _LIVE)
+    return replace(values, tree=tree, pickled=structure.values, form=(structure.nodes, forms))
 
 
 @dataclass(frozen=True)

@@ -444,9 +444,9 @@ def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """What the other tests are about does happen: values and numbers change, and nothing is planned again."""
     planned: list[SaveState] = []
 
-    def counted_plan(state: SaveState, *where: Any) -> SavePlan:
+    def counted_plan(state: SaveState, *where: Any, **how: Any) -> SavePlan:
         planned.append(state)
-        return plan_save(state, *where)
+        return plan_save(state, *where, **how)
 
     monkeypatch.setattr("nxd_ckpt.saving.save_planner.plan_save", counted_plan)
     found = trained()

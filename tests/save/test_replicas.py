@@ -427,10 +427,10 @@ def test_the_writers_thread_asks_no_tensor_in_a_list(is_known: bool) -> None:
     own_names = {name} if is_known else set()
     copies = [Replica("scheduler", 0, name, form, 12, 1, "scheduler")]
     copies += [Replica("scheduler", 1, "scheduler/averages/1", form, 12, 1, "scheduler")]
-    tree, forms = {"averages": list(averages)}, {id(average): form for average in averages}
-    values = Values("scheduler", 1, tree, None, None, None, own_names, forms)
+    tree = {"averages": list(averages)}
+    values = Values("scheduler", 1, tree, None, own_names, averages, copies)
     compared = copies[1:] if is_known else copies
     replicas = Replicas(0, copies, compared, {"scheduler": averages}, [values], own_names, True)
-    assert values.digest != Values("scheduler", 1, tree, None, None, None, own_names, {}).digest
+    assert values.digest != Values("scheduler", 1, tree, None, own_names).digest
     own = replicas.differing({values.claim: {}})
     assert ([None, None], {copy.name for copy in copies}) == (own.leaves["scheduler/averages"], {*own.lost})

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 Tensor = torch.Tensor
@@ -43,6 +44,39 @@ class _Own(torch.optim.Optimizer):
 def on_shards(kind: type[_Own]) -> type[_Own]:
     """An optimizer of DTensors that steps on each rank's own shard, and keeps plain tensors for that."""
     return type(f"{kind.__name__}OnShards", (kind,), {"on_shards": True})
+
+
+def by_owner(kind: type[_Own]) -> type[_Own]:
+    """An optimizer that steps each parameter on one rank, which alone has its state, and gives it to the others."""
+
+    class ByOwner(kind):  # type: ignore[misc, valid-type]
+        def step(self, closure: Any = None) -> Any:
+            loss = torch.enable_grad()(closure)()
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            owners = {parameter: number % dist.get_world_size() for number, parameter in enumerate(parameters)}
+            for parameter, owner in owners.items():
+                if owner != dist.get_rank():
+                    parameter.grad = None
+            super().step()
+            for parameter, owner in owners.items():
+                dist.broadcast(parameter.detach(), owner)
+            return loss
+
+    return ByOwner
+
+
+class Blocks(torch.optim.SGD):
+    """Momentum, and a block of another shape on each rank."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        rank = dist.get_rank()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("blocks", {"first": torch.ones(rank + 1), "counts": [0] * rank})["first"].mul_(1.5)
+            parameter.detach().mul_(1 - state["blocks"]["first"].mean() / 100)
+            state[f"of rank {rank}"] = torch.full((2,), rank)
+        return loss
 
 
 class Lion(_Own):

@@ -1,0 +1,110 @@
+"""State of a parameter that only some replicas have, as of optimizers that step each parameter on one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_ckpt import Checkpointer, convert
+from nxd_ckpt.errors import IncompatibleState
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
+from tests.training import imitations
+
+KINDS: dict[str, Any] = {
+    "by owner": imitations.by_owner(imitations.Soap),
+    "other shapes": imitations.Blocks,
+}
+
+
+def _made(kind: str, names: tuple[str, ...] = ("a", "b", "c")) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    layers = {name: nn.Linear(3, 3) for name in ("a", "b", "c")}
+    model = nn.ModuleDict({name: layers[name] for name in names})
+    return model, KINDS[kind](model.parameters())
+
+
+def _step(model: Any, optimizer: Any) -> None:
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = sum(layer(torch.arange(6.0).reshape(2, 3)).square().mean() for layer in model.values())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def _state(model: Any, optimizer: Any) -> dict[str, str]:
+    """Everything that a run continues from, by the parameter's name."""
+    return {name: repr((one.tolist(), optimizer.state.get(one))) for name, one in model.named_parameters()}
+
+
+def saves(rank: int, directory: Path, kind: str, first: int, how: dict[str, Any]) -> list[int]:
+    """The saves, the first after ``first`` steps, that did not come back, to parameters in two orders."""
+    model, optimizer = _made(kind)
+    expected = {}
+    with Checkpointer(directory) as checkpointer:
+        for number in range(4):
+            if number >= first:
+                _step(model, optimizer)
+            checkpointer.save(number, model, optimizer, **how)
+            expected[number] = _state(model, optimizer)
+        wrong = []
+        for number, state in expected.items():
+            for names in (("a", "b", "c"), ("c", "a", "b")):
+                others = _made(kind, names)
+                checkpointer.load(number, *others)
+                wrong += [number] if _state(*others) != state else []
+    return wrong
+
+
+@pytest.mark.parametrize("how", [{}, {"use_xser": True}, {"use_xser": True, "async_save": True}], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_gets_its_own_state_back(
+    gloo_ranks: RankPool, tmp_path: Path, kind: str, first: int, how: dict[str, Any]
+) -> None:
+    """Also if a save before had no state yet. The save was refused, or one rank's state was all there was."""
+    assert [[]] * 4 == gloo_ranks.run(saves, tmp_path, kind, first, how)
+
+
+def chosen(rank: int, directory: Path) -> Any:
+    """What a load without an entry leaves, and says of the rest."""
+    model, optimizer = _made("by owner")
+    _step(model, optimizer)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        other, fresh = _made("by owner")
+        checkpointer.load(1, other, fresh, ignore_keys=["optim/*/GG", "optim/b.bias"])
+    by_name = {name: fresh.state.get(one, {}) for name, one in other.named_parameters()}
+    return [name for name, state in by_name.items() if state], ["GG" in state for state in by_name.values() if state]
+
+
+def test_filters_and_other_jobs(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """What is left out of a load is left out; other ranks and conversions refuse it, by name."""
+    owned = [["a.weight", "c.weight"], ["a.bias", "c.bias"], ["b.weight"], []]
+    assert [(names, [False] * len(names)) for names in owned] == gloo_ranks.run(chosen, tmp_path)
+    model, optimizer = _made("other shapes")
+    with Checkpointer(tmp_path) as checkpointer:
+        said = refusal(lambda: checkpointer.load(1, model, optimizer))
+        checkpointer.load(1, model)
+    assert "optim/a.bias" in said
+    assert "nothing tells whose it takes" in said
+    with pytest.raises(IncompatibleState, match=r"optim/a\.bias"):
+        convert(tmp_path, tmp_path / "files", to="files")
+
+
+def masters(rank: int, directory: Path) -> str:
+    """What a save says of master weights that one rank alone keeps."""
+    state: dict[str, Any] = {"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    state |= {"sharded_master_weights": {0: torch.ones(2)}} if rank == 2 else {}
+    with Checkpointer(directory) as checkpointer:
+        return refusal(lambda: checkpointer.save(1, None, state))
+
+
+def test_a_tensor_beside_the_state_of_parameters_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """With its name."""
+    for message in gloo_ranks.run(masters, tmp_path):
+        assert "master_weights is a tensor on rank 2, and not there on rank 0" in message
