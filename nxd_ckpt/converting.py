@@ -58,7 +58,7 @@ FORMS: Mapping[tuple[Form, str], tuple[Write, str]] = {
     ("files", "hf"): (_translated(Translation.to_files), f"{_FILES} {_MODEL} saved_param_names optimizer"),
     ("hf", "hf"): (
         _translated(Translation.to_hf),
-        f"{_MODEL} {_SHARED} saved_param_names optimizer tokenizer master_weights presharded tp model pad_attn_heads "
+        f"{_MODEL} {_SHARED} saved_param_names optimizer tokenizer master_weights model pad_attn_heads "
         "size_per_shard sha256",
     ),
     ("torchtitan", "hf"): (

@@ -226,7 +226,6 @@ class ConvertKeywords(UnshardKeywords, total=False):
     split_gate_up: bool
     tokenizer: StrPath | None
     master_weights: bool
-    presharded: bool
     model: str | None
     all_ranks: bool
     timeout: Seconds

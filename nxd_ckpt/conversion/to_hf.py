@@ -18,7 +18,7 @@ from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
 from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
-from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     InvalidArgument,
@@ -27,25 +27,21 @@ from nxd_ckpt.errors import (
     UnsupportedState,
 )
 from nxd_ckpt.formats.safetensors import TensorForm
-from nxd_ckpt.formats.tensors import Assembly, cast_dtype, dtype_name
+from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import HfTensor
-from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
-from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.hugging_face.mappings import (
-    INFERENCE,
     PREFIX,
     AdapterMapping,
     adapter_mapping,
     find_mapping,
-    inference_sizes,
     text_config,
     with_head_of,
 )
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
-from nxd_ckpt.layouts.weight_files import INDEX, presharded_file
+from nxd_ckpt.layouts.weight_files import INDEX
 from nxd_ckpt.layouts.whole_files import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
 from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.conversion import ConvertOptions
@@ -71,43 +67,6 @@ from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.side_by_side import Matched, windows
-
-Presharded = Mapping[str, Mapping[str, Assembly | torch.Tensor]]
-"""The tensors of each file, by the file's name."""
-
-_LAYER = re.compile(r"(layers\.\d+)\..*")
-_RANK = "rank_util.rank"
-
-
-def presharded(tag: HuggingFaceTag, config: Mapping[str, Any], tp: int) -> Presharded:
-    """Return the files of ``tp`` ranks; ``config`` is the model's config.json.
-
-    Raises the errors of `ImportedModel.state`.
-    """
-    mapping = find_mapping(INFERENCE, config)
-    target = ImportTarget(Topology(tp=tp), mapping, inference_sizes(mapping, config, tp))
-    model = ImportedModel(TagTensors(tag), target)
-    files = {}
-    for rank in range(tp):
-        state = model.state(Topology(tp=tp, tp_rank=rank)).model
-        tensors: dict[str, Any] = {} if state is None else dict(state.tree)
-        number = torch.tensor([rank], dtype=torch.int32)
-        files[presharded_file(rank)] = {**tensors, **dict.fromkeys(_rank_names(tensors), number)}
-    return files
-
-
-def forms_of(tensors: Mapping[str, Assembly | torch.Tensor]) -> tuple[TensorForm, ...]:
-    """Return name, dtype and shape of one file's tensors."""
-    return tuple(
-        TensorForm(name, leaf.dtype if isinstance(leaf, Assembly) else dtype_name(leaf.dtype), tuple(leaf.shape))
-        for name, leaf in tensors.items()
-    )
-
-
-def _rank_names(names: Iterable[str]) -> list[str]:
-    """Return the names under which the model reads the rank's number: its own, and those of its attention layers."""
-    layers = dict.fromkeys(match[1] for match in map(_LAYER.fullmatch, names) if match is not None)
-    return [*(f"{layer}.self_attn.{_RANK}" for layer in layers), _RANK]
 
 
 def are_converted(opened: OpenTag, mapped: MappedTag, otherwise: Callable[[], MappedTag]) -> bool:
@@ -230,12 +189,8 @@ def _prepared(source: Source, dst: StrPath, chosen: ConvertOptions, converted: b
                 raise InvalidArgument("an adapter has the names of its base: leave out prefix= and key_mapping=")
         mapped = MappedTag(opened, mapping, sizes, master_weights=chosen.master_weights, param_names=names)
         mapped_optimizer = MappedOptimizer(opened, mapped) if chosen.optimizer else None
-        ranks = None
-        if chosen.presharded:
-            terms = HuggingFaceTerms(mapping, sizes, names, dtype=chosen.dtype, optimizer=chosen.master_weights)
-            ranks = presharded(HuggingFaceTag(opened, terms), config, chosen.tp or 1)
     size = chosen.size_per_shard
-    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, ranks, chosen.dtype, size, renaming)
+    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, chosen.dtype, size, renaming)
 
 
 @dataclass(frozen=True)
@@ -249,7 +204,6 @@ class _Job:
     mapped: MappedTag
     optimizer: MappedOptimizer | None
     files: Sequence[ModelFile]
-    presharded: Presharded | None
     dtype: str | None
     size: int
     renaming: Renaming
@@ -281,8 +235,6 @@ class _Job:
 
     @cached_property
     def weight_files(self) -> list[WeightFile]:
-        if self.presharded is not None:
-            return [WeightFile(name, forms_of(tensors)) for name, tensors in self.presharded.items()]
         return [*self._weights, *self._moments]
 
     @cached_property
@@ -292,8 +244,6 @@ class _Job:
 
     def planned(self, file: WeightFile) -> PlannedFile:
         """Return the file with a leaf for each of its tensors."""
-        if self.presharded is not None:
-            return file.planned(self.presharded[file.name].__getitem__)
         return file.planned(lambda name: self.mapped.assembly(self.tensors[name]))
 
     def require_all(self) -> None:
@@ -329,13 +279,11 @@ class _Job:
 
     @property
     def _is_whole(self) -> bool:
-        """True if the output is a model with all its files, not an adapter or one for inference."""
-        return self.presharded is None and not isinstance(self.mapping, AdapterMapping)
+        """True if the output is a model with all its files, not an adapter."""
+        return not isinstance(self.mapping, AdapterMapping)
 
     def last_files(self) -> Iterator[ModelFile]:
         """Yield the files that are written after all weight files."""
-        if self.presharded is not None:
-            return
         adapters = self.mapping if isinstance(self.mapping, AdapterMapping) else None
         if adapters is None:
             sizes: dict[str, int] = {}

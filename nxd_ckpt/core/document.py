@@ -48,6 +48,8 @@ _BY_NAME = {
     r"\.(zip|7z|gz|bz2|xz|zst|nemo)": _PACKED,
     r"adapter_model\.(safetensors|bin)": "a PEFT adapter, without its base model: merge it into that with peft "
     "(merge_and_unload), save the merged model, and use it",
+    r"tp\d+_sharded_checkpoint\.safetensors": "one rank's part of a model of NxD inference: use the Hugging Face "
+    "directory that it was made of",
     r"\.json": "a JSON text, without tensors",
     r"optim(izer(-\d{1,6}-of-\d{1,6})?)?\.safetensors": "an optimizer's tensors: pass the directory, with their "
     "optim.json or optimizer.json",

@@ -31,16 +31,6 @@ Hardware = Literal["trn1", "trn2"]
 HARDWARE: tuple[Hardware, ...] = get_args(Hardware)
 
 
-def inference_copies(heads: int, kv_heads: int, tp: int) -> int:
-    """Return how often NxD inference keeps each key-value head on ``tp`` ranks, in trn2's order.
-
-    Once if ``tp`` divides them; otherwise as often as gives each rank one head, or each query head one.
-    """
-    if heads == kv_heads or kv_heads % tp == 0:
-        return 1
-    return tp // kv_heads if tp % kv_heads == 0 else heads // kv_heads
-
-
 class HeadRun(NamedTuple):
     """``length`` elements along one dimension, from ``nxd`` on in NxD's tensor and ``hf`` on in Hugging Face's."""
 

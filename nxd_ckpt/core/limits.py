@@ -76,12 +76,6 @@ DOCUMENT = 2**28
 MAPPING = 2**18
 """Bytes of a mapping; a rule has about 200, a model about twenty rules, and patterns are compiled."""
 
-MAPPING_YAML = 2**15
-"""Bytes of a mapping in YAML, which takes a hundred times as long to read as JSON."""
-
-MAPPING_DEPTH = 16
-"""Nesting depth of a mapping in YAML, whose reader goes through all levels for each word."""
-
 DCP_METADATA = 2**32
 """Bytes of ``.metadata`` of a torch DCP directory, which lists the chunks of all ranks."""
 

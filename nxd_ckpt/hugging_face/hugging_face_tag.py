@@ -14,9 +14,9 @@ from typing import Any
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import KeyMismatch, PartNotFound
+from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, restore_types
-from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, TensorStub, cast_dtype
+from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import HfTensor
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
@@ -228,21 +228,3 @@ class HuggingFaceTag(OpenTag):
                 layout = fused(titan, names, [leaf.holding(()) for leaf in leaves], sizes)
                 entries[key] = ReshapedAssembly(layout.shape, DeferredAssembly(leaf.dtype, layout.base.shape, find))
         return entries
-
-
-class TagTensors:
-    """The tag's tensors, with the interface of a Hugging Face directory."""
-
-    def __init__(self, tag: HuggingFaceTag) -> None:
-        self.where: str = tag.where
-        self._tree = tag.model_tree(Coordinates())
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._tree)
-
-    def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub | Assembly:
-        saved = name if name in self._tree else (tied or {}).get(name, name)
-        if saved not in self._tree:
-            raise KeyMismatch(f"{self.where} has no tensor {name}; pass the config.json of its own model")
-        return Assembly.of(self._tree[saved])

@@ -16,8 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from nxd_ckpt.core.heads import inference_copies
-from nxd_ckpt.core.limits import MAPPING, MAPPING_DEPTH, MAPPING_YAML
+from nxd_ckpt.core.limits import MAPPING
 from nxd_ckpt.core.name_patterns import Pattern
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter, without_base_layer
 from nxd_ckpt.core.suggestions import listed
@@ -27,23 +26,8 @@ from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.options.conversion import MappingSpec
 from nxd_ckpt.storage.urls import local_path
 
-INFERENCE = "nxd_inference"
-"""Name of the mapping with the names of NxD inference."""
-
 NEMO = "nemo_llama"
 """Name of the mapping with the names of a Llama of neuronx-nemo-megatron."""
-
-_YAML = (".yaml", ".yml")
-
-
-def inference_sizes(mapping: ModelMapping, config: Mapping[str, Any], tp: int) -> Sizes:
-    """Return the sizes of a model on ``tp`` ranks of NxD inference.
-
-    Raises InvalidArgument without heads in config.json.
-    """
-    once = mapping.sizes(config, 1, "trn2")
-    copies = inference_copies(once.get("heads"), once.get("kv_heads"), tp)
-    return mapping.sizes(config, copies, "trn2")
 
 
 def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
@@ -71,61 +55,21 @@ def find_mapping(spec: MappingSpec, config: Mapping[str, Any]) -> ModelMapping:
         raise InvalidArgument(
             f"mapping {listed([name], list(shipped))}: neither one of {', '.join(shipped)} nor the path of a file"
         )
-    document = _yaml(path) if path.suffix in _YAML else _json(path)
-    return load_mapping(document, name, shipped)
-
-
-def _raw(path: Path, limit: int) -> bytes:
-    with path.open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size  # read(limit) would allocate the limit first
-        if nbytes > limit:
-            raise InvalidArgument(
-                f"mapping {path} has {nbytes} bytes: at most {limit} are allowed ({MAPPING} of JSON, {MAPPING_YAML} of "
-                "YAML); let placeholders stand for numbers"
-            )
-        return file.read(nbytes)
+    return load_mapping(_json(path), name, shipped)
 
 
 def _json(path: Path) -> Any:
-    raw = _raw(path, MAPPING)
+    with path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size  # read(limit) would allocate the limit first
+        if nbytes > MAPPING:
+            raise InvalidArgument(
+                f"mapping {path} has {nbytes} bytes: at most {MAPPING} are allowed; let placeholders stand for numbers"
+            )
+        raw = file.read(nbytes)
     try:
         return json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"mapping {path}: not JSON: {error}") from error
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise InvalidArgument(
-            f"mapping {path}: reading YAML needs PyYAML: pip install pyyaml, or write it as JSON"
-        ) from error
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML loader without aliases: a short file of them stands for more values than memory holds."""
-
-        depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.composer.ComposerError(
-                    None, None, "aliases are not allowed: write the value out", self.peek_event().start_mark
-                )
-            self.depth += 1
-            if self.depth > MAPPING_DEPTH:
-                raise yaml.composer.ComposerError(
-                    None, None, f"more than {MAPPING_DEPTH} values inside each other", self.peek_event().start_mark
-                )
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
-
-    raw = _raw(path, MAPPING_YAML)
-    try:
-        return yaml.load(raw.decode(), Loader)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise InvalidArgument(f"mapping {path}: not YAML: {error}") from error
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

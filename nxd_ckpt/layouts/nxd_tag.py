@@ -62,27 +62,6 @@ class TagLayout(Protocol):
         """Return the user content, tensors included."""
 
 
-class ModelOnly:
-    """Base class of layouts that hold a model and nothing else."""
-
-    files: TagFiles
-
-    def parts(self) -> Parts:
-        return Parts(model=True)
-
-    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        raise PartNotFound(f"{self.files.directory}: a model without an optimizer")
-
-    def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        return None
-
-    def scheduler(self) -> Any:
-        raise PartNotFound(f"{self.files.directory}: a model without a scheduler")
-
-    def user_content(self) -> Any:
-        raise PartNotFound(f"{self.files.directory}: a model without user content")
-
-
 def layout_of(files: TagFiles, manifest: Manifest | None) -> TagLayout:
     """Return the layout of the tag of these files; with a ``manifest`` nothing is asked that it tells.
 

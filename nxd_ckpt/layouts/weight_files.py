@@ -2,8 +2,7 @@
 
 In this order, and safetensors before files of torch.save: by an index; one file of the usual name; shards without an
 index, if the numbers in their names show that all are there; shards of one other name, alike; the only safetensors
-file, of any name except those of adapters and of our exports' optimizer states. NxD inference has a safetensors file of
-each tensor-parallel rank.
+file, of any name except those of adapters and of our exports' optimizer states.
 """
 
 from __future__ import annotations
@@ -11,18 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from nxd_ckpt.core import document
 from nxd_ckpt.core.document import known_by_name
-from nxd_ckpt.core.limits import RANKS, check_count
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound, UnsupportedState
 from nxd_ckpt.formats.tensors import TensorStub
 from nxd_ckpt.layouts.files import TagFiles
-from nxd_ckpt.layouts.nxd_tag import ModelOnly
-from nxd_ckpt.layouts.payload import reading
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -99,8 +93,6 @@ def refuse_part(name: str, where: str) -> None:
     shard = _SHARD.fullmatch(name)
     if shard is not None and known_by_name(name) is None:
         raise UnsupportedState(f"{where} is one of {int(shard['total'])} files of a model: pass their directory")
-    if is_presharded([name]):
-        raise UnsupportedState(f"{where} is one rank's part of a model: pass the directory of all ranks' files")
 
 
 def find_weights(files: TagFiles, read: Read) -> WeightFiles:
@@ -218,40 +210,3 @@ def _by_names(files: TagFiles, kind: _Kind, shards: list[str], read: Read) -> di
                 )
             places[name] = shard
     return places
-
-
-_PRESHARDED = re.compile(r"tp(\d+)_sharded_checkpoint\.safetensors")
-
-
-def presharded_file(tp_rank: int) -> str:
-    """Return the name of the rank's file."""
-    return f"tp{tp_rank}_sharded_checkpoint.safetensors"
-
-
-def is_presharded(names: Iterable[str]) -> bool:
-    """Return whether a directory of these files holds a model of NxD inference, a file of each tensor-parallel rank."""
-    return any(map(_PRESHARDED.fullmatch, names))
-
-
-class PreshardedFiles(ModelOnly):
-    """Layout (`TagLayout`) of a model in the form that NxD inference loads. Only read.
-
-    Raises PartNotFound if a rank's file is missing, MalformedFile for too many.
-    """
-
-    def __init__(self, files: TagFiles) -> None:
-        self.files = files
-        ranks = {int(match[1]) for match in map(_PRESHARDED.fullmatch, files.names()) if match is not None}
-        check_count(max(ranks) + 1, RANKS, f"{files.directory}: the ranks that names of files say")
-        missing = sorted(set(range(max(ranks) + 1)) - ranks)
-        if missing:
-            file = presharded_file(missing[0])
-            raise PartNotFound(f"{files.where(file)} is missing: there is a file of rank {max(ranks)}")
-        self._tp = len(ranks)
-
-    def topology(self) -> Topology:
-        return Topology(tp=self._tp)
-
-    @reading
-    def model_tree(self, at: Coordinates) -> dict[str, Any]:
-        return dict(self.files.safetensors(presharded_file(at.tp_rank)))

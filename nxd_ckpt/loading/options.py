@@ -51,7 +51,7 @@ class LoadOptions(DownloadOptions):
         checkpoints that you trust.""")
     progress: bool = option(True, "show a bar on rank 0's terminal for work of more than two seconds.")
     mapping: MappingSpec = option(None, """for Hugging Face directories, as the next two: a shipped mapping's name, a
-        JSON or YAML file, or a document. Default: config.json decides.""")
+        JSON file, or a document. Default: config.json decides.""")
     kv_size_multiplier: Count = option(1, "copies of each key-value head in the live model.")
     hardware: Hardware = option("trn1", 'the order of those copies, "trn1" or "trn2".')
     key_mapping: Mapping[str, str] | None = option(None, """maps live names of parameters and buffers to whole names

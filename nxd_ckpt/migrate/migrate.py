@@ -15,14 +15,14 @@ from nxd_ckpt.conversion.to_files import to_files
 from nxd_ckpt.conversion.to_hf import are_converted, to_hf
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.heads import HARDWARE
-from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.errors import InvalidArgument, TopologyMismatch, UnsupportedState
-from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride
-from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms, TagTensors
+from nxd_ckpt.core.topology import Coordinates, Topology
+from nxd_ckpt.errors import InvalidArgument, KeyMismatch, TopologyMismatch, UnsupportedState
+from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, form_of
+from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTerms
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapping import ModelMapping
-from nxd_ckpt.hugging_face.mappings import INFERENCE, find_mapping, inference_sizes, shipped_mappings, text_config
+from nxd_ckpt.hugging_face.mappings import find_mapping, shipped_mappings, text_config
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.hugging_face.torchtitan_names import TorchTitanNames
 from nxd_ckpt.loading.load_attempt import RenamedTag
@@ -122,8 +122,6 @@ class Translation:
         requested = self._chosen.kv_size_multiplier
         if None not in (recorded, requested) and recorded != requested:
             raise InvalidArgument(f"kv_size_multiplier={requested}, but {where} has {recorded}; leave it out")
-        if mapping.name == INFERENCE:
-            return inference_sizes(mapping, config, opened.topology.tp)
         copies = requested or recorded or 1
         hardware = self._chosen.hardware
         if copies == 1:
@@ -162,7 +160,7 @@ class Translation:
         names = origin.param_names if chosen.saved_param_names is None else chosen.saved_param_names
         copies = chosen.kv_size_multiplier or origin.kv_size_multiplier
         if origin.writer is not Program.OPTIMUM_ADAPTER:
-            if self._mapping == INFERENCE or ((copies or 1) > 1 and chosen.hardware is None):
+            if (copies or 1) > 1 and chosen.hardware is None:
                 copies = self.terms.sizes.kv_size_multiplier
                 facts["hardware"] = self.terms.sizes.hardware
             if not self._source.is_tag:
@@ -275,9 +273,20 @@ def _family(mapping: ModelMapping, config: Mapping[str, Any]) -> ModelMapping | 
     return next((each for each in shipped.values() if config.get("model_type") in each.model_types), None)
 
 
-class _Forms(TagTensors):
-    """The tag's tensors, of which only names, shapes and dtypes are true: their parts are not looked for."""
+class _Forms:
+    """The tag's tensors as those of a Hugging Face directory; only names, shapes and dtypes are true."""
+
+    def __init__(self, tag: HuggingFaceTag) -> None:
+        self.where: str = tag.where
+        self._tree = tag.model_tree(Coordinates())
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._tree)
 
     def tensor(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
-        leaf = super().tensor(name, tied)
-        return TensorStub("", 0, leaf.dtype, leaf.shape, contiguous_stride(leaf.shape), StorageSpan(name, 0, 0, None))
+        saved = name if name in self._tree else (tied or {}).get(name, name)
+        if saved not in self._tree:
+            raise KeyMismatch(f"{self.where} has no tensor {name}; pass the config.json of its own model")
+        dtype, shape = form_of(self._tree[saved])
+        return TensorStub("", 0, dtype, shape, contiguous_stride(shape), StorageSpan(name, 0, 0, None))

@@ -12,7 +12,7 @@ from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import InvalidArgument, PartNotFound, UnsafePickle
 from nxd_ckpt.formats.tensors import is_tensor
 from nxd_ckpt.hugging_face.imported_model import ImportTarget
-from nxd_ckpt.hugging_face.mappings import INFERENCE, NEMO, own_names
+from nxd_ckpt.hugging_face.mappings import NEMO, own_names
 from nxd_ckpt.layouts import legacy
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.layouts.hugging_face_directory import CONFIG
@@ -295,12 +295,6 @@ def _script(source: _Source) -> Origin:
     )
 
 
-def _presharded(source: _Source) -> Origin:
-    """Describe a checkpoint of NxD inference: only a model, with its own names."""
-    has_own_names = "embed_tokens.weight" in source.opened.model_tree(Coordinates())
-    return replace(source.origin, mapping=INFERENCE if has_own_names else None)
-
-
 _DESCRIBERS: Mapping[Program, Callable[[_Source], Origin]] = {
     Program.NXD_CKPT: _tag,
     Program.NXD: _tag,
@@ -311,7 +305,6 @@ _DESCRIBERS: Mapping[Program, Callable[[_Source], Origin]] = {
     Program.TORCH_CHECKPOINTING: _script,
     Program.WHOLE_FILES: _script,
     Program.TIERED: _script,
-    Program.PRESHARDED: _presharded,
     Program.OPTIMUM: _optimum,
     Program.OPTIMUM_ADAPTER: _adapter,
     Program.OPTIMUM_OLD: _old_optimum,

@@ -20,7 +20,7 @@ from nxd_ckpt.options.execution import ExecutionOptions, Names, OutputOptions, S
 from nxd_ckpt.storage.urls import StrPath
 
 MappingSpec = str | os.PathLike[str] | Annotated[Mapping[str, Any], Kind("a dict", plain_mapping)] | None
-"""Name of a shipped mapping, path of a JSON or YAML file, the document itself, or None."""
+"""Name of a shipped mapping, path of a JSON file, the document itself, or None."""
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -74,7 +74,7 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
     names: NamesOf | None = option(None, """the tensors' names in a tag, in torch DCP or in files: "own" as in the
         source, "hf" those of transformers, "nxd" those of NxD's layers. Default: own.""")
     dp: Count | None = option(None, "data-parallel size of the tag; by default the source's, else 1.")
-    tp: Count | None = option(None, "tensor-parallel size of the tag, or of presharded files; by default as dp.")
+    tp: Count | None = option(None, "tensor-parallel size of the tag; by default as dp.")
     pp: Count | None = option(None, "pipeline-parallel size of the tag; by default as dp.")
     ep: Count | None = option(None, "expert-parallel size of the tag, which divides ``dp``; by default as dp.")
     stages: Names | None = option(None, "names of each pipeline stage. Default: layers are spread evenly, in order.")
@@ -96,7 +96,7 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
     torchtitan_release: Release = option("0.3", "TorchTitan's release whose names are written: 0.3, or AWS's 0.2.2.")
     config: StrPath | None = option(None, """the model's config.json, or a directory with one. It chooses the mapping,
         and is copied beside a model. Default: the one beside the source.""")
-    mapping: MappingSpec = option(None, """a shipped mapping's name, or a JSON or YAML file. A document is taken too.
+    mapping: MappingSpec = option(None, """a shipped mapping's name, or a JSON file. A document is taken too.
         Default: files beside the source decide, else config.json.""")
     prefix: str = option("", """beginning of names in Hugging Face's files that the mapping lacks, such as
         "language_model.".""")
@@ -118,8 +118,6 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
     tokenizer: StrPath | None = option(None, """a directory whose files are copied to "hf", except weights and
         config.json: tokenizer, chat templates, custom code.""")
     master_weights: bool = option(False, "write the optimizer's master weights as the model, if it has them.")
-    presharded: bool = option(False, """write the model for NxD inference: a safetensors file for each of ``tp`` ranks,
-        as the "weights" of a compiled Llama, Mistral, Qwen 2 or Qwen 3.""")
     model: str | None = option(None, """the name of one of several models that were saved, such as "generator". Its part
         of the optimizers is written too.""")
 
@@ -132,11 +130,6 @@ class ConvertOptions(UnshardOptions, ExecutionOptions):
             raise InvalidArgument("optim_only is for optimizer_form='zero1' or 'zero1_full', and no size but dp")
         if self.coalesce_qkv and (self.qkv_linear or self.fuse_qkv):
             raise InvalidArgument("coalesce_qkv is for a model without qkv_linear and fuse_qkv: pass one or the other")
-        if self.presharded and (self.optimizer or self.tokenizer is not None or self.renaming):
-            raise InvalidArgument(
-                "presharded=True writes the model alone, by its own names: leave out optimizer=, tokenizer=, prefix= "
-                "and key_mapping="
-            )
 
     @property
     def sizes(self) -> dict[str, int]:

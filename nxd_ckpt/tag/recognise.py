@@ -25,9 +25,7 @@ from nxd_ckpt.layouts.rank_items import RankItems
 from nxd_ckpt.layouts.torch_dcp import METADATA, DcpFiles, TieredFiles, tiered_saves
 from nxd_ckpt.layouts.weight_files import (
     WEIGHT_FILES,
-    PreshardedFiles,
     has_weights,
-    is_presharded,
     refuse_part,
     torch_files,
 )
@@ -47,7 +45,6 @@ class Program(Enum):
     OPTIMUM_OLD = "optimum-neuron before 0.0.22"
     NEMO = "neuronx-nemo-megatron"
     TIERED = "SageMaker's tiered storage"
-    PRESHARDED = "NxD inference"
     TORCH_XLA = "torch.save or torch-xla"
     TORCH_DCP = "torch DCP"
     TORCH_CHECKPOINTING = "torch_checkpointing"
@@ -173,7 +170,6 @@ def _open_tiered(files: TagFiles) -> TagLayout:
 
 _OPENS: Mapping[Program, Callable[[TagFiles], TagLayout]] = {
     Program.TIERED: _open_tiered,
-    Program.PRESHARDED: PreshardedFiles,
     Program.TORCH_DCP: lambda files: DcpDirectory(files, DcpTensors(files, DcpFiles())),
     Program.TORCH_CHECKPOINTING: lambda files: DcpDirectory(files, RankItems(files)),
     Program.WHOLE_FILES: whole_files.open_files,
@@ -268,7 +264,7 @@ class _Folder:
 
     @property
     def is_hugging_face(self) -> bool:
-        weights = has_weights(name for name in self.listing if not is_presharded([name]))
+        weights = has_weights(self.listing)
         others = self.is_optimum or torch_xla_files.is_trainers(self.listing)
         return weights and "config.json" in self.listing and not others
 
@@ -282,7 +278,6 @@ _TESTS: Mapping[Program, Callable[[_Folder], bool]] = {
     Program.NEMO: lambda one: bool(nemo.saves(one.storage, one.key)),
     Program.NXD_LEGACY: lambda one: one.is_legacy,
     Program.TIERED: lambda one: bool(tiered_saves(one.storage, one.key)),
-    Program.PRESHARDED: lambda one: is_presharded(one.listing),
     Program.TORCH_XLA: lambda one: torch_xla_files.is_present(one.listing),
     Program.TORCH_DCP: lambda one: METADATA in one.listing,
     Program.TORCH_CHECKPOINTING: lambda one: rank_items.is_present(one.listing),

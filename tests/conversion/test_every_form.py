@@ -50,9 +50,9 @@ SOURCES: Mapping[str, Callable[[Path], Path]] = {
     "safetensors": lambda folder: _directory(folder) / "model.safetensors",
 }
 TAGS = ("nxd", "nxd xser", "nxdt", "ours", "archive")
-OF_RANKS = ("nxd", "nxd xser", "nxd 0.1", "nxdt", "optimum", "optimum 0.1", "optimum 0.0 xser", "nemo", "presharded")
+OF_RANKS = ("nxd", "nxd xser", "nxd 0.1", "nxdt", "optimum", "optimum 0.1", "optimum 0.0 xser", "nemo")
 MODELS = ("hf", "safetensors")
-"""Without an optimizer, as presharded ones are."""
+"""Without an optimizer."""
 
 
 def reason(source: str, form: str, names: str) -> str | None:
@@ -126,7 +126,7 @@ def test_every_source_in_every_form(
 ) -> None:
     """What is read back is equal, model and moments; in a tag of ranks, on each of them."""
     path, out = written(source), tmp_path / ("made.tar" if form == "tar" else "made")
-    has_optimizer = source not in (*MODELS, "presharded", "adapter") and names != "nxd"
+    has_optimizer = source not in (*MODELS, "adapter") and names != "nxd"
     options: dict[str, Any] = {"to": form, "names": names, "durable": False, **_options(source, names, tmp_path)}
     if form == "hf" and has_optimizer:
         options["optimizer"] = True

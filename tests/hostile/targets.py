@@ -182,8 +182,8 @@ def _hugging_face(name: str, data: bytes) -> None:
 _SCRATCH = tempfile.TemporaryDirectory()
 
 
-def _mapping(suffix: str, data: bytes) -> None:
-    file = Path(_SCRATCH.name, f"{os.getpid()}{suffix}")
+def _mapping(data: bytes) -> None:
+    file = Path(_SCRATCH.name, f"{os.getpid()}.json")
     file.write_bytes(data)
     mapping = find_mapping(file, {})
     mapping.required(mapping.sizes({"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4}, 1, "trn1"))
@@ -273,8 +273,7 @@ _TARGETS = [
     Target("safetensors", _safetensors, valid.SAFETENSORS, damaged_safetensors, [*findings.SAFETENSORS.values()]),
     Target("config.json", partial(_hugging_face, CONFIG), valid.CONFIGS, damaged_json),
     Target("weight map", partial(_hugging_face, INDEX), valid.WEIGHT_MAPS, damaged_json),
-    Target("mapping", partial(_mapping, ".json"), valid.MAPPINGS, damaged_json),
-    Target("mapping in YAML", partial(_mapping, ".yaml"), valid.YAML_MAPPINGS, damaged_json),
+    Target("mapping", _mapping, valid.MAPPINGS, damaged_json),
     Target("digests", _digests, valid.DIGESTS, damaged_json),
     Target("DCP names", lambda data: DcpNames.from_json(data, "dcp_names.json"), valid.DCP_NAMES, damaged_json),
     Target("statistics", _statistics, [_kept()], damaged_json),

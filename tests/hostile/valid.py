@@ -11,7 +11,6 @@ from importlib import resources
 from typing import Any
 
 import torch
-import yaml
 
 from nxd_ckpt.core.dcp_names import DcpChunk, DcpNames
 from nxd_ckpt.core.manifest import FileEntry, dump_index, dump_manifest
@@ -82,8 +81,6 @@ CONFIGS = [
     ).encode()
 ]
 MAPPINGS = [(resources.files("nxd_ckpt") / "mappings" / f"{name}.json").read_bytes() for name in ("llama", "mixtral")]
-_SHORT = {**json.loads(MAPPINGS[0]), "rules": json.loads(MAPPINGS[0])["rules"][:4], "shapes": []}
-YAML_MAPPINGS = [yaml.safe_dump(_SHORT).encode(), json.dumps(_SHORT).encode()]  # JSON is YAML
 
 
 def _safetensors(*names: str) -> bytes:

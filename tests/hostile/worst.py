@@ -143,10 +143,6 @@ def _at_most(limit: int, makers: dict[str, _Maker]) -> dict[str, _Maker]:
     return {what: capped(made) for what, made in makers.items()}
 
 
-def _lines(nbytes: int) -> bytes:
-    return b"- 1\n" * (nbytes // 4)
-
-
 def _records(nbytes: int) -> dict[str, bytes]:
     return {"data.pkl": b"\x80\x04].", **{f"data/{index}": b"" for index in range((nbytes - 300) // 130)}}
 
@@ -253,7 +249,6 @@ _BY_READER: dict[str, dict[str, _Maker]] = {
     **dict.fromkeys(("vote", "verdict", "lease", "journal", "intent", "weight map", "digests"), _DOCUMENTS),
     "config.json": {**_DOCUMENTS, "layers": _layers},
     "mapping": _at_most(limits.MAPPING, {**_DOCUMENTS, "a long pattern": _long_pattern}),
-    "mapping in YAML": _at_most(limits.MAPPING_YAML, {**_DOCUMENTS, "lines": _lines}),
     "newest": {"lines": lambda nbytes: b"a\n" * (nbytes // 2)},
     "done": {"digits": lambda nbytes: b"1" * (nbytes - 2) + b" a"},
     "safetensors": {"tensors": _safetensors},

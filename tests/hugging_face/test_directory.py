@@ -80,7 +80,7 @@ def test_a_model_without_config_json(tmp_path: Path, file: str) -> None:
         ("model-00002-of-00003.safetensors", "is one of 3 files of a model: pass their directory"),
         ("diffusion_pytorch_model-00002-of-00003.safetensors", "is one of 3 files of a model: pass their directory"),
         ("adapter_model.safetensors", "is a PEFT adapter, without its base model: merge it"),
-        ("tp0_sharded_checkpoint.safetensors", "is one rank's part of a model: pass the directory"),
+        ("tp0_sharded_checkpoint.safetensors", "is one rank's part of a model of NxD inference"),
         ("config.json", "is a JSON text, without tensors"),
         ("optimizer.safetensors", "is an optimizer's tensors: pass the directory"),
     ],

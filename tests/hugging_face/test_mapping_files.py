@@ -48,43 +48,11 @@ def test_a_users_file_is_a_mapping(tmp_path: Path) -> None:
     assert ["h.1.w"] == [one.name for one in hf_slices(match, (4, 2), sizes)]
 
 
-def test_a_file_may_be_yaml(tmp_path: Path) -> None:
-    """By its ending; read as data, whatever tags are in it."""
-    path = tmp_path / "mine.yml"
-    rule = "nxd: 'block.{layer}.w', hf: 'h.{layer}.w', dim: 0"
-    path.write_text(f"# mine\nformat_version: 1\nname: mine\nrules:\n- {{{rule}}}\n")
-    assert find_mapping(document(), {}) == find_mapping(path, {})
-    path.write_text("!!python/object/apply:os.system [ls]")
-    with pytest.raises(InvalidArgument, match=r"mine\.yml: not YAML: could not determine a constructor"):
-        find_mapping(path, {})
-
-
-@pytest.mark.parametrize("text", ["rules: &a [1]\nignored: *a", "a: &a {b: 1}\nc:\n  <<: *a"])
-def test_yaml_with_aliases_is_refused(tmp_path: Path, text: str) -> None:
-    """Nine levels of nine would be more than memory holds."""
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(InvalidArgument, match=r"mine\.yaml: not YAML: aliases are not allowed"):
-        find_mapping(path, {})
-
-
-def test_yaml_that_is_deep_is_refused(tmp_path: Path) -> None:
-    """Its reader looks at all levels for each word."""
-    path = tmp_path / "mine.yaml"
-    path.write_text("[" * 17 + "]" * 17)
-    with pytest.raises(InvalidArgument, match=r"mine\.yaml: not YAML: more than 16 values inside each other"):
-        find_mapping(path, {})
-    path.write_text("[" * 16 + "]" * 16)
-    with pytest.raises(InvalidArgument, match=r"mine\.yaml: expected a JSON object"):
-        find_mapping(path, {})
-
-
-@pytest.mark.parametrize(("name", "limit"), [("mine.yaml", "MAPPING_YAML"), ("mine.json", "MAPPING")])
-def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: str) -> None:
-    monkeypatch.setattr(f"nxd_ckpt.hugging_face.mappings.{limit}", 10)
-    (tmp_path / name).write_text(json.dumps(document()))
-    with pytest.raises(InvalidArgument, match=r"^mapping \S+mine\.\w+ has \d+ bytes: at most 10 are allowed "):
-        find_mapping(tmp_path / name, {})
+def test_a_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxd_ckpt.hugging_face.mappings.MAPPING", 10)
+    (tmp_path / "mine.json").write_text(json.dumps(document()))
+    with pytest.raises(InvalidArgument, match=r"^mapping \S+mine\.json has \d+ bytes: at most 10 are allowed"):
+        find_mapping(tmp_path / "mine.json", {})
 
 
 def test_an_unknown_name_or_path_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from tests.migrate.written_adapter import write_adapter
 from tests.migrate.written_by_dcp import by_name, write_tiered
 from tests.migrate.written_by_nemo import NemoJob, write_nemo
 from tests.migrate.written_by_torch_xla import write_fsdp, write_xm_save
-from tests.migrate.written_presharded import write_presharded
 
 JOB = Job(Model(layers=1, heads=4, head_dim=2), tp=2, qkv="linear", copies=1)
 PLAIN = Job(Model(layers=1, heads=4, head_dim=2), tp=2)
@@ -68,7 +67,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "nemo": Layout(lambda folder: write_nemo(folder / "ckpt", untrained(STAGES), NemoJob(pp=2, dp=2)), job=STAGES),
     "tiered": Layout(lambda folder: write_tiered(folder / "job", by_name(untrained(PLAIN)), STEPS)),
     "tiered by ray": Layout(lambda folder: write_tiered(folder / "job", by_name(untrained(PLAIN)), STEPS, by_ray=True)),
-    "presharded": Layout(lambda folder: write_presharded(folder / "weights", PLAIN.model, PLAIN.model.state(), 2)),
     "fsdp": Layout(lambda folder: write_fsdp(folder / "old", untrained(PLAIN))),
     "xm.save": Layout(_xm_save),
     "dcp": Layout(_dcp),

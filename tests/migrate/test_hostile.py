@@ -99,10 +99,6 @@ MISSING: dict[str, list[tuple[str, str]]] = {
         ("*/*/metadata.metadata", "holds one file of torch.save"),
     ],
     "tiered by ray": [("*/rank_1", r"should be in 'job/step_3/rank_1/checkpoint.pt', which does not exist")],
-    "presharded": [
-        ("tp0_*", "tp0_sharded_checkpoint.safetensors is missing"),
-        ("tp1_*", "the files of all ranks are there"),
-    ],
     "fsdp": [("*rank-00000002*", r"those of ranks 2 are not there")],
     "xm.save": [("last.pth", "it is empty")],
     "dcp": [
@@ -138,7 +134,6 @@ MAIN_FILES = {
     "nemo": "tp_rank_00_pp_rank_000/*.ckpt",
     "tiered": "rank_0/*/checkpoint.pt",
     "tiered by ray": "*/rank_0/checkpoint.pt",
-    "presharded": "tp0_*",
     "fsdp": "*rank-00000000*",
     "xm.save": "last.pth",
     "dcp": "__0_0.distcp",
@@ -166,7 +161,6 @@ LAST_RANKS = {
     "optimum 0.0 xser": "*/tp_rank_01_pp_rank_00.tensors/tensor_0.pt",
     "adapter": "*/*/model/*_tp_rank_01_pp_rank_00.pt",
     "nemo": "tp_rank_01_pp_rank_001/*.ckpt",
-    "presharded": "tp1_*",
     "fsdp": "*rank-00000002*",
 }
 """By layout, the file of the last of several ranks."""
@@ -215,7 +209,7 @@ def test_a_rank_contradicts_the_others(tmp_path: Path, written: dict[str, Path],
         refused(name, place, CONTRADICTIONS)
 
 
-@pytest.mark.parametrize("name", ["nxd", "nxd 0.1", "tiered", "presharded"])
+@pytest.mark.parametrize("name", ["nxd", "nxd 0.1", "tiered"])
 def test_no_output_inside_what_is_migrated(tmp_path: Path, written: dict[str, Path], name: str) -> None:
     """Also where the ranks' files are in one place of several in it."""
     place = copied(written[name], tmp_path)
