@@ -30,7 +30,7 @@ from nxd_ckpt.checkpoint import open_checkpoint
 from nxd_ckpt.core.names import DONE
 from nxd_ckpt.core.parameter_names import canonical
 from nxd_ckpt.core.tags import in_order
-from nxd_ckpt.errors import CheckpointError, PartNotFound
+from nxd_ckpt.errors import CheckpointError, IncompatibleState, PartNotFound
 from nxd_ckpt.output.locations import location_of
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.directory import list_tags
@@ -44,7 +44,7 @@ _MODULES = {
 """Modules that have the manager, each with the first release that has it there."""
 
 _OVERRIDDEN = ("dcp_save", "dcp_load", "_find_load_step", "_purge_stale_checkpoints")
-_NAMES = ("CheckpointManager", "AsyncMode", "MODEL", "OPTIMIZER")
+_NAMES = ("CheckpointManager", "AsyncMode", "MODEL", "OPTIMIZER", "DATALOADER")
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -77,7 +77,7 @@ def _titan_module() -> ModuleType:
 
 
 _titan = _titan_module()
-MODEL, OPTIMIZER = _titan.MODEL, _titan.OPTIMIZER
+MODEL, OPTIMIZER, DATALOADER = _titan.MODEL, _titan.OPTIMIZER, _titan.DATALOADER
 AsyncMode: Any = _titan.AsyncMode
 TitanCheckpointManager: Any = _titan.CheckpointManager
 
@@ -159,8 +159,7 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         reader = StorageReader(checkpoint_id, model_key="", optim_key=OPTIMIZER)
-        if OPTIMIZER in state_dict:
-            reader.refusal = _refusal(checkpoint_id)
+        reader.refusal = _refusal(checkpoint_id, reader, state_dict)
         load(state_dict, storage_reader=reader)
         self.states[MODEL].load_state_dict(state_dict)
 
@@ -197,17 +196,27 @@ class CheckpointManager(TitanCheckpointManager):  # type: ignore[misc]
         """Do nothing: each save has removed the surplus tags."""
 
 
-def _refusal(tag: str) -> PartNotFound | None:
-    """Return why no run goes on from this tag: it may hold the model alone."""
+def _refusal(tag: str, reader: StorageReader, states: dict[str, Any]) -> CheckpointError | None:
+    """Return why a run cannot go on from this tag: it may hold the model alone, or the data of other ranks."""
+    ranks = getattr(states.get(DATALOADER), "dp_world_size", None)
     try:
-        if open_checkpoint(tag).parts.optimizer is not None:
-            return None
+        has_optimizer = open_checkpoint(tag).parts.optimizer is not None
+        saved_ranks = reader.value(f"{DATALOADER}.world_size")
     except CheckpointError:  # the load raises it, on all ranks
         return None
-    return PartNotFound(
-        f"{tag} holds the model alone, as with last_save_model_only=True, so no run goes on from it. Load an earlier "
-        f"step (load_step), or begin another run with its weights (initial_load_path={tag!r}, and another folder)"
-    )
+    if OPTIMIZER in states and not has_optimizer:
+        return PartNotFound(
+            f"{tag} holds the model alone, as with last_save_model_only=True, so no run goes on from it. Load an "
+            f"earlier step (load_step), or begin another run with its weights (initial_load_path={tag!r}, and another "
+            "folder)"
+        )
+    if None not in (ranks, saved_ranks) and ranks != saved_ranks:
+        return IncompatibleState(
+            f"{tag} has the data positions of {saved_ranks} data-parallel ranks, and this run has {ranks}: TorchTitan "
+            f"cannot divide them otherwise. Load it on {saved_ranks}, or begin the data again, with "
+            f"exclude_from_loading=[{DATALOADER!r}]"
+        )
+    return None
 
 
 def _is_tag(path: str) -> bool:

@@ -99,6 +99,14 @@ def test_a_run_that_goes_on_from_the_model_alone_is_told_so(tmp_path: Path, pool
         assert "load_step" in error
 
 
+def test_data_positions_of_other_ranks_are_refused_by_name(tmp_path: Path, pool: RankPool) -> None:
+    """Before anything changes, with what to do: TorchTitan asserts it when the model is loaded, or a key is missing."""
+    for error, step in pool.run(titan.of_other_ranks, tmp_path):
+        assert "step-2 has the data positions of 2 data-parallel ranks, and this run has 4" in error
+        assert "exclude_from_loading=['dataloader']" in error
+        assert "2" == step
+
+
 @pytest.mark.parametrize("hf", [False, True])
 def test_a_run_begins_with_a_model_of_others(hf: bool, tmp_path: Path, pool: RankPool) -> None:
     """``initial_load_path``: a tag that ``save_checkpoint`` wrote, or with ``initial_load_in_hf`` safetensors."""
@@ -138,7 +146,10 @@ def test_the_trainer_takes_our_manager(tmp_path: Path, pool: RankPool, release: 
     [
         ({}, r"looked for torchtitan.components.checkpointer.CheckpointManager \(0.3\), torchtitan.components.ch"),
         (
-            {"checkpoint.py": "AsyncMode = MODEL = OPTIMIZER = None\nclass CheckpointManager:\n    dcp_save = 1\n"},
+            {
+                "checkpoint.py": "AsyncMode = MODEL = OPTIMIZER = DATALOADER = 1\n"
+                "class CheckpointManager:\n    dcp_save = 1\n"
+            },
             "components.checkpoint has no CheckpointManager.dcp_load, CheckpointManager._find_load_step",
         ),
     ],

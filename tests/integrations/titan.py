@@ -289,6 +289,22 @@ def after_the_last_save(rank: int, directory: Path) -> list[str]:
     return []
 
 
+def of_other_ranks(rank: int, directory: Path) -> list[str]:
+    """The error of a run whose data are divided into other parts than the tag's; and the step after what it says."""
+    Training(rank, directory).run(2)
+    said = []
+    for options in ({}, {"exclude_from_loading": ["dataloader"]}):
+        again = Training(rank, directory, seed=2, **options)
+        again.manager.states["dataloader"] = ParallelAwareDataloader(Numbers(rank), 2 + rank, 4, batch_size=3)
+        before = [_whole(one).tolist() for one in again.model.parameters()]
+        try:
+            again.manager.load()
+        except CheckpointException as error:
+            said.append(str(error))
+            assert before == [_whole(one).tolist() for one in again.model.parameters()]
+    return [*said, str(again.state.step)]
+
+
 class Replica:
     """As much of torchft's manager as checkpoints ask: the replica that saves, and its state's functions."""
 
