@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,25 +30,15 @@ def _run(args: argparse.Namespace) -> int:
     if args.template is not None:
         print(template(args.dir, args.tag, args.template, options))
         return 0
-    depth = sys.maxsize if args.largest is not None and args.by_prefix is None else args.by_prefix  # each by itself
-    if args.largest is not None and args.tensors is not None:
-        raise argparse.ArgumentTypeError("--largest is of global tensors: leave out --tensors")
-    view = View(args.rank, args.tensors, depth, options_of(args, OpenOptions)["partitions"])
+    view = View(args.rank, args.tensors, args.by_prefix, options_of(args, OpenOptions)["partitions"])
     document = inspection(args.dir, args.tag, view, options)
-    prefixes = document["prefixes"]
-    if prefixes is not None and args.largest is not None:
-        sized = [group for group in prefixes if group["nbytes"] is not None]
-        unsized = [group for group in prefixes if group["nbytes"] is None]  # each may be the largest
-        unsized.sort(key=lambda group: -group["local_nbytes"])
-        document["prefixes"] = unsized + sorted(sized, key=lambda group: -group["nbytes"])[: args.largest]
-    text.show(document, _lines(document, prefixes), as_json=args.json)
+    text.show(document, _lines(document), as_json=args.json)
     return 1 if document["problems"] else 0
 
 
-def _lines(document: dict[str, Any], prefixes: list[dict[str, Any]] | None) -> Iterator[str]:
+def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield "/".join(filter(None, (document["directory"], document["tag"]))) + (" (latest)" if document["latest"] else "")
-    if prefixes is not None:
-        yield _total(prefixes)
+    if document["prefixes"] is not None:
         yield from _prefixes(document["prefixes"])
     elif document["tensors"] is None:
         yield from text.pairs(_facts(document))
@@ -112,31 +101,28 @@ def _parameters(parameters: list[dict[str, Any]] | None) -> Iterator[str]:
     yield from text.table(("NAME", "DTYPE", "LOCAL", "GLOBAL", "CUT", "TRAINED"), rows)
 
 
-def _total(prefixes: list[dict[str, Any]]) -> str:
-    keys = ("tensors", "known_nbytes", "tensors_of_unknown_size")
-    tensors, nbytes, unknown = (sum(group[key] for group in prefixes) for key in keys)
+def _prefixes(groups: list[dict[str, Any]]) -> Iterator[str]:
+    unknown = sum(group["tensors"] for group in groups if group["nbytes"] is None)
+    nbytes = sum(group["nbytes"] or 0 for group in groups)
     without = f" without the {unknown} whose cut, and so size, is not known" if unknown else ""
-    return f"{units.count(tensors, 'tensor')}, {size(nbytes)}{without}"
+    yield f"{units.count(sum(group['tensors'] for group in groups), 'tensor')}, {size(nbytes)}{without}"
+    if groups:
+        head = ("PREFIX", "TENSORS", "DTYPE", "GLOBAL", "SIZE", "CUT")
+        yield from text.table(head, map(_group, groups))
 
 
-def _prefixes(prefixes: list[dict[str, Any]]) -> Iterator[str]:
-    rows = (
-        (
-            group["prefix"],
-            str(group["tensors"]),
-            ", ".join(group["dtypes"]),
-            "various" if group["shapes"] > 1 else _shape(group),
-            f"{size(group['local_nbytes'])} on a rank" if group["nbytes"] is None else size(group["nbytes"]),
-            ", ".join(group["cuts"]) if len(group["cuts"]) < 2 else "various",
-        )
-        for group in prefixes
+def _group(group: dict[str, Any]) -> tuple[str, ...]:
+    is_known = group["nbytes"] is not None
+    local_size = "?" if group["local_nbytes"] is None else f"{size(group['local_nbytes'])} on a rank"
+    local_shape = "?" if group["local_shape"] is None else f"{group['local_shape']} on a rank"
+    return (
+        group["prefix"],
+        str(group["tensors"]),
+        group["dtype"],
+        text.shape(group["shape"]) if is_known else local_shape,
+        size(group["nbytes"]) if is_known else local_size,
+        group["cut"] or "",
     )
-    if prefixes:
-        yield from text.table(("PREFIX", "TENSORS", "DTYPES", "GLOBAL", "SIZE", "CUT"), rows)
-
-
-def _shape(group: dict[str, Any]) -> str:
-    return text.shape(group["shape"]) if group["local_shape"] is None else f"{group['local_shape']} on a rank"
 
 
 def _optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
@@ -206,25 +192,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     instead.add_argument(
         "--by-prefix",
-        metavar="DEPTH",
-        nargs="?",
-        type=int,
-        const=0,
-        help="show instead the global tensors of model and optimizer, grouped by the first DEPTH parts of their names; "
-        "without DEPTH, names that differ only in numbers are one group",
+        action="store_true",
+        help="show instead the global tensors of model and optimizer; names that differ only in numbers are one group",
     )
     instead.add_argument(
         "--template",
         choices=[flag[2:] for flag in TEMPLATES],
         help="print instead a JSON file for the option of that name, to be filled in: what the tag does not record and "
         "conversions to other sizes need. Names of parameters are those of usual param groups, if they fit",
-    )
-    parser.add_argument(
-        "--largest",
-        metavar="N",
-        type=int,
-        help="show only the N largest tensors, or groups of --by-prefix, the largest first; before them come those of "
-        "unknown size",
     )
     add_options(parser, OpenOptions, only=("partitions",))
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="show this global rank's view (default: 0)")

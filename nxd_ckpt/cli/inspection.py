@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,13 +120,14 @@ _UNMARKED = TagInfo("", math.inf, complete=True, ours=False)
 class View(NamedTuple):
     """The choice of contents.
 
-    ``rank`` is the rank whose contents are shown; ``pattern`` lists its tensors, ``depth`` groups the global tensors by
-    prefix. ``partitions`` are cuts that the tag does not record, by name.
+    ``rank`` is the rank whose contents are shown; ``pattern`` lists its tensors. With ``by_prefix`` the global tensors
+    are shown, those whose names differ only in numbers as one. ``partitions`` are cuts that the tag does not record, by
+    name.
     """
 
     rank: int = 0
     pattern: str | None = None
-    depth: int | None = None
+    by_prefix: bool = False
     partitions: Mapping[str, Partition] | None = None
 
 
@@ -230,9 +230,9 @@ def _document(opened: OpenTag, info: TagInfo, view: View) -> dict[str, Any]:
     if view.pattern is not None:
         with collect_problems(problems):
             document["tensors"] = _tensors(opened, at, view.pattern, problems)
-    if view.depth is not None:
+    if view.by_prefix:
         with collect_problems(problems):
-            document["prefixes"] = _prefixes(opened, view.depth, cuts)
+            document["prefixes"] = _prefixes(opened, cuts)
     return document
 
 
@@ -328,49 +328,30 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-_PART = re.compile(r"[^./]+[./]?")
-
-
-def _prefixes(opened: OpenTag, depth: int, partitions: Mapping[str, Partition]) -> list[dict[str, Any]]:
-    """Describe the tensors that share the first ``depth`` parts of their names; parts end with a dot or slash.
-
-    With 0, names that differ only in numbers and have one form are one group, and the prefix is their whole name.
-    """
-    if depth < 0:
-        raise InvalidArgument(f"--by-prefix must be a number of parts, from 0 on, found {depth}")
+def _prefixes(opened: OpenTag, partitions: Mapping[str, Partition]) -> list[dict[str, Any]]:
+    """Describe the global tensors; names that differ only in numbers and have one form are one group."""
     tensors = WholeTag(opened, partitions=partitions).tensors
-    groups: dict[str, list[GlobalTensor]] = {}
-    if depth > 0:
-        for name, tensor in tensors.items():
-            groups.setdefault("".join(_PART.findall(name)[:depth]), []).append(tensor)
-        return [_of_group(prefix, members, opened.topology) for prefix, members in groups.items()]
     forms = (
         (name, (tensor.dtype, tensor.shape, tensor.local_shape if tensor.shape is None else None, tensor.partition))
         for name, tensor in tensors.items()
     )
-    grouped = ((name, [GlobalTensor(name, *form)] * count) for name, count, form in group_names(forms))
-    return [_of_group(name, members, opened.topology) for name, members in grouped]
+    return [
+        _group_fields(GlobalTensor(name, *form), count, opened.topology) for name, count, form in group_names(forms)
+    ]
 
 
-def _of_group(prefix: str, members: list[GlobalTensor], topology: Topology) -> dict[str, Any]:
-    shapes = dict.fromkeys(member.shape for member in members)
-    sizes = [member.nbytes for member in members]
-    known_sizes = [nbytes for nbytes in sizes if nbytes is not None]
-    first = members[0].shape
-    local_shapes = {member.local_shape for member in members if member.shape is None}
-    [local_shape] = local_shapes if len(local_shapes) == 1 and first is None else [None]
+def _group_fields(tensor: GlobalTensor, count: int, topology: Topology) -> dict[str, Any]:
+    """Describe so many tensors of one form; of those of unknown shape, what a rank has."""
+    local_nbytes = None if tensor.shape is not None else replace(tensor, shape=tensor.local_shape).nbytes
     return {
-        "prefix": prefix,
-        "tensors": len(members),
-        "dtypes": list(dict.fromkeys(member.dtype for member in members)),
-        "shapes": len(shapes),
-        "shape": None if len(shapes) > 1 or first is None else list(first),
-        "local_shape": None if local_shape is None else list(local_shape),
-        "nbytes": sum(known_sizes) if len(known_sizes) == len(sizes) else None,
-        "local_nbytes": sum(filter(None, (replace(member, shape=member.local_shape).nbytes for member in members))),
-        "known_nbytes": sum(known_sizes),
-        "tensors_of_unknown_size": len(sizes) - len(known_sizes),
-        "cuts": list(dict.fromkeys(_describe(cut, topology) for member in members if (cut := member.partition))),
+        "prefix": tensor.name,
+        "tensors": count,
+        "dtype": tensor.dtype,
+        "shape": None if tensor.shape is None else list(tensor.shape),
+        "local_shape": None if tensor.local_shape is None else list(tensor.local_shape),
+        "nbytes": None if tensor.nbytes is None else count * tensor.nbytes,
+        "local_nbytes": None if local_nbytes is None else count * local_nbytes,
+        "cut": None if tensor.partition is None else _describe(tensor.partition, topology),
     }
 
 

@@ -182,14 +182,6 @@ def _spec(fields: Any) -> ParameterSpec:
     return ParameterSpec(checked(str, fields["dtype"]), shape, partition, trainable, tie, explicit)
 
 
-MESH_VERSION = 2
-"""Version of documents of a mesh job that have a key more."""
-METRICS_VERSION = 3
-"""Version of a manifest with metrics, of a mesh job or not."""
-PHASES_VERSION = 4
-"""Version of a manifest with phases by rank, with metrics or not, of a mesh job or not."""
-PER_RANK_VERSION = 5
-"""Version of a manifest with names of what ranks saved for themselves, whatever else it has."""
 NAMED_VERSION = 6
 """Version of a manifest whose attempt ``done`` names, on file systems too."""
 
@@ -307,7 +299,7 @@ def load_index(data: bytes, where: str) -> RankIndex:
             tensors=tuple(_tensors(fields["tensors"])),
             parameters=_specs(fields),
             optimizer_names=None if names is None else _texts(names),
-            mesh=MeshRecord.from_json(fields["mesh"]) if _is_of_mesh(fields) or "mesh" in fields else None,
+            mesh=MeshRecord.from_json(fields["mesh"]) if "mesh" in fields else None,
             trees=_named(checked_key, fields.get("trees", {})),
         )
 
@@ -381,7 +373,6 @@ def load_manifest(data: bytes, where: str) -> Manifest:
                 f"expected CRC-32 {fields.get('crc32')} and nothing behind it, found {crc32}: its bytes changed"
             )
         topology = _topology(fields["topology"])
-        version = fields["format_version"]
         ranks = tuple(map(_file, fields["ranks"]))
         if len(ranks) != topology.world_size:
             raise ValueError(f"{len(ranks)} ranks, expected the {topology.world_size} of {topology.describe()}")
@@ -395,11 +386,11 @@ def load_manifest(data: bytes, where: str) -> Manifest:
             parameters=_specs(fields),
             timings={name: _number(value) for name, value in _named(checked_text, fields["timings"]).items()},
             versions={name: checked_text(value) for name, value in _named(checked_text, fields["versions"]).items()},
-            leaders=_leaders(fields["leaders"], topology) if _has_leaders(fields) else None,
-            metrics=_metrics(fields["metrics"]) if version == METRICS_VERSION or "metrics" in fields else {},
-            phases=phases_of(fields, len(ranks)) if version == PHASES_VERSION or _has_phases(fields) else (),
-            per_rank=_texts(fields["per_rank"]) if version == PER_RANK_VERSION or "per_rank" in fields else (),
-            is_named_by_done=version >= NAMED_VERSION,
+            leaders=_leaders(fields["leaders"], topology) if "leaders" in fields else None,
+            metrics=_metrics(fields.get("metrics", {})),
+            phases=phases_of(fields, len(ranks)) if "phases" in fields else (),
+            per_rank=_texts(fields.get("per_rank", [])),
+            is_named_by_done=fields["format_version"] >= NAMED_VERSION,
             guests=_files(fields.get("guests", {})),
         )
 
@@ -493,18 +484,6 @@ def _check_kind(fields: Any, kind: str) -> None:
             f"format_version {shown(fields.get('format_version'))}, this nxd_ckpt reads {versions}; use the version of "
             "nxd_ckpt that wrote it, or a newer one"
         )
-
-
-def _has_leaders(fields: Mapping[str, Any]) -> bool:
-    return _is_of_mesh(fields) or (fields["format_version"] > MESH_VERSION and "leaders" in fields)
-
-
-def _has_phases(fields: Mapping[str, Any]) -> bool:
-    return fields["format_version"] > PHASES_VERSION and "phases" in fields
-
-
-def _is_of_mesh(fields: Mapping[str, Any]) -> bool:
-    return bool(fields["format_version"] == MESH_VERSION)
 
 
 @contextmanager

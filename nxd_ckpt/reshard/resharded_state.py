@@ -6,7 +6,7 @@ that are needed: of these there are templates to be filled in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,10 @@ from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharding import checked_partitions, refuse_unknown
 from nxd_ckpt.reshard.saved_optimizer import (
     OptimizerNames,
-    SavedSlot,
     group_names,
     is_number,
-    names_by_shape,
     recorded_names,
+    saved_groups,
 )
 from nxd_ckpt.tag.opened import OpenTag
 
@@ -272,17 +271,12 @@ def partitions_template(opened: OpenTag) -> dict[str, dict[str, Any]]:
 def names_template(opened: OpenTag) -> SavedNames | None:
     """Return ``saved_param_names`` as scripts usually group them; None if the tag records the names.
 
-    If these do not fit the number of parameters and their shapes, it has the names of parameters whose shape no other
-    has, and for each other a blank with its shape and the parameters of this shape, in the model's order.
+    If these do not fit the number of parameters and their shapes, it has blanks, each with the shape.
     """
     try:
         return group_names(opened)
     except OptimizerMismatch:
-        stages = (names_by_shape(opened, stage) for stage in range(opened.topology.pp))
-        return [[[_name_or_blank(*entry) for entry in group] for group in groups] for groups in stages]
-
-
-def _name_or_blank(slot: SavedSlot, candidates: Sequence[str]) -> str:
-    if len(candidates) == 1:
-        return candidates[0]
-    return f"{BLANK} {list(slot.likely_shape)}" + (f" one of: {', '.join(candidates)}" if candidates else "")
+        stages = (saved_groups(opened, stage) for stage in range(opened.topology.pp))
+        return [
+            [[f"{BLANK} {list(slot.likely_shape)}" for slot in group] for group in groups] for groups in stages
+        ]

@@ -238,18 +238,6 @@ def group_names(opened: OpenTag, stages: Sequence[Sequence[str]] | None = None) 
     )
 
 
-def names_by_shape(opened: OpenTag, pp_rank: int) -> list[list[tuple[SavedSlot, tuple[str, ...]]]]:
-    """Return the slots of each param group of a stage, each with the parameters of its shape, in the model's order."""
-    stage = _Stage(opened, pp_rank, None)
-    is_plain = opened.parts.optimizer == "plain"
-
-    def candidates(slot: SavedSlot) -> tuple[str, ...]:
-        shape = slot.likely_shape if is_plain and slot.entries else slot.shape
-        return tuple(name for name, own in stage.shapes.items() if own == shape)
-
-    return [[(slot, candidates(slot)) for slot in group] for group in stage.groups]
-
-
 def saved_groups(opened: OpenTag, pp_rank: int) -> list[list[SavedSlot]]:
     """Return the slots of each param group of a pipeline stage, by number."""
     saved = saved_optimizer(opened.optimizer_tree(Coordinates(pp_rank)), None, "#", lambda name: None, opened.where)

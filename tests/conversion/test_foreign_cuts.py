@@ -79,13 +79,7 @@ def test_a_template_is_filled_in(model: GoldenModel, tmp_path: Path, capsys: pyt
         assert "embed.weight: partition_dim is still '?'" in error or "still to be filled in: ? [" in error
     cuts, names = (json.loads(file.read_text()) for file in files.values())
     assert [[len(group) for group in stage] for stage in model.saved_names] == [[*map(len, stage)] for stage in names]
-    filled, known = ([name for stage in of for group in stage for name in group] for of in (names, model.saved_names))
-    blanks = [name for name in filled if name.startswith("? [")]
-    assert 0 < len(blanks) < len(filled), "a shape that only one parameter has gives its name"
-    assert [] == [name for name, right in zip(filled, known, strict=True) if name not in (right, *blanks)]
-    offered = [(name.partition(" one of: ")[2].split(", "), right) for name, right in zip(filled, known, strict=True)]
-    assert all(right in names for names, right in offered if names != [""]), "in the model's order, to choose from"
-    assert len(blanks) == sum(names != [""] for names, _ in offered)
+    assert all(name.startswith("? [") for stage in names for group in stage for name in group)
     for name, cut in cuts.items():
         cut["partition_dim"] = int(name.endswith("down.weight"))
     files["partitions"].write_text(json.dumps(cuts))
