@@ -1,4 +1,4 @@
-"""Runs of the small Lightning module under FSDP2 and torch's first FSDP, on each rank of a process group."""
+"""Runs of the small Lightning module under FSDP2, on each rank of a process group."""
 
 import logging
 from functools import partial
@@ -9,12 +9,11 @@ from unittest import mock
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from examples.train_lightning_fsdp2 import main
 from nxd_ckpt.integrations.lightning import CheckpointIO, ExactResume
-from nxd_ckpt.integrations.lightning_sharded import FSDPStrategy, ModelParallelStrategy
+from nxd_ckpt.integrations.lightning_sharded import ModelParallelStrategy
 from nxd_ckpt.live.dtensor import local_of
 from tests.integrations.lightning_run import Module, ResumableLoader, every_epoch, fit
 from tests.support.refusals import refusal, refusals
@@ -30,23 +29,6 @@ class Sharded(Module):
 
     def configure_model(self) -> None:
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-
-class Flat(Module):
-    """Its parameters are parts of a flat one, which the first FSDP cuts over all ranks."""
-
-    mesh = True
-
-    def configure_model(self) -> None:
-        # Lightning wraps on devices alone: it names no CPU.
-        mesh = self.trainer.strategy.kwargs["device_mesh"] if self.mesh else None
-        on = torch.device("cpu")
-        wrapped: Any = FullyShardedDataParallel(self.net, use_orig_params=True, device_id=on, device_mesh=mesh)
-        self.net = wrapped
-
-
-class WithoutMesh(Flat):
-    mesh = False
 
 
 class TwoOptimizers(Sharded):
@@ -68,24 +50,11 @@ class Averages(pl.Callback):  # type: ignore[misc]
         checkpoint["state_dict"]["net.0.bias"] = torch.zeros(8)
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"kind": Sharded, "strategy": ModelParallelStrategy},
-    "fsdp": {"kind": Flat, "strategy": FSDPStrategy},
-}
-LIGHTNINGS: dict[str, Any] = {
-    "fsdp2": pl.strategies.ModelParallelStrategy,
-    "fsdp": type("OfLightning", (pl.strategies.FSDPStrategy,), {}),  # Lightning refuses its own on CPUs by the class
-}
-
-
-def run(directory: Any, form: str = "fsdp2", **options: Any) -> Module:
+def run(directory: Any, strategy: Any = ModelParallelStrategy, kind: Any = Sharded, **options: Any) -> Module:
     """On all ranks: a run of three epochs that keeps one checkpoint of them, and the last."""
-    ranks, chosen = dist.get_world_size(), {**FORMS[form], **options}
-    of_form: dict[str, Any] = {"data_parallel_size": ranks, "tensor_parallel_size": 1} if form == "fsdp2" else {}
-    if form == "fsdp" and chosen["strategy"] is not FSDPStrategy:
-        of_form = {"state_dict_type": "sharded", "device_mesh": init_device_mesh("cpu", (ranks,))}
-    chosen["strategy"] = chosen["strategy"](**of_form)
-    return fit(every_epoch(directory, save_top_k=1), devices=ranks, **chosen)
+    ranks = dist.get_world_size()
+    made = strategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    return fit(every_epoch(directory, save_top_k=1), devices=ranks, strategy=made, kind=kind, **options)
 
 
 def held(module: Module) -> list[list[float]]:
@@ -93,23 +62,23 @@ def held(module: Module) -> list[list[float]]:
     return [local_of(parameter.detach()).flatten().tolist() for parameter in module.parameters()]
 
 
-def whole(rank: int, directory: Path, form: str = "fsdp2") -> tuple[list[float], list[list[float]]]:
+def whole(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
     """Losses and weights of a run that nothing interrupts."""
-    module = run(directory, form)
+    module = run(directory)
     return module.losses, held(module)
 
 
-def resumed(rank: int, directory: Path, form: str = "fsdp2") -> tuple[list[float], list[list[float]]]:
+def resumed(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
     """The same, of a run that went on after two epochs, which were saved in the background."""
-    run(directory, form, epochs=2, io=CheckpointIO(async_save=True, durable=False))
-    module = run(directory, form, ckpt_path="last", seed=2)
+    run(directory, epochs=2, io=CheckpointIO(async_save=True, durable=False))
+    module = run(directory, ckpt_path="last", seed=2)
     return module.losses, held(module)
 
 
-def continued(rank: int, directory: Path, form: str) -> tuple[list[float], list[list[float]]]:
+def continued(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
     """The same, where the two epochs were saved by Lightning itself."""
-    run(directory, form, epochs=2, strategy=LIGHTNINGS[form])
-    module = run(directory, form, ckpt_path="last", seed=2)
+    run(directory, epochs=2, strategy=pl.strategies.ModelParallelStrategy)
+    module = run(directory, ckpt_path="last", seed=2)
     return module.losses, held(module)
 
 
@@ -141,45 +110,44 @@ class AsTheTuner(pl.Callback):  # type: ignore[misc]
         trainer.strategy.remove_checkpoint(path)
 
 
-def tuned(rank: int, directory: Path, form: str) -> tuple[list[float], list[list[float]]]:
+def tuned(rank: int, directory: Path) -> tuple[list[float], list[list[float]]]:
     """Losses and weights of a run in which the model was saved, changed and restored."""
-    module = run(directory, form, callbacks=[ExactResume(), AsTheTuner()])
+    module = run(directory, callbacks=[ExactResume(), AsTheTuner()])
     return module.losses, held(module)
 
 
-def loaded(rank: int, directory: Path, form: str, ckpt_path: Path) -> list[list[float]]:
+def loaded(rank: int, directory: Path, ckpt_path: Path) -> list[list[float]]:
     """The weights that another run saved, as they are loaded here; then they are saved."""
-    module = run(directory, form, ckpt_path=ckpt_path, epochs=2, seed=2, callbacks=[])
+    module = run(directory, ckpt_path=ckpt_path, epochs=2, seed=2, callbacks=[])
     module.trainer.save_checkpoint(directory / "again.ckpt")
     module.trainer.save_checkpoint(directory / "weights.ckpt", weights_only=True)
     return held(module)
 
 
 def refused(rank: int, directory: Path) -> list[str]:
-    """What is said to two optimizers, a changed state, a CheckpointIO of another's, and FSDP without a mesh."""
+    """What is said to two optimizers, a changed state and a CheckpointIO of another's."""
     cases: list[dict[str, Any]] = [
         {"kind": TwoOptimizers},
         {"callbacks": [Averages()]},
         {"io": pl.plugins.io.TorchCheckpointIO()},
-        {"form": "fsdp", "kind": WithoutMesh},
     ]
     return refusals(partial(run, directory, epochs=1, **case) for case in cases)
 
 
-def refused_to_go_on(directory: Path, form: str) -> tuple[list[list[float]], list[tuple[str, list[list[float]]]]]:
+def refused_to_go_on(directory: Path) -> tuple[list[list[float]], list[tuple[str, list[list[float]]]]]:
     """What this rank holds of a new model; then what is said to a resume with another precision, and with another
     optimizer, and what the rank holds after that."""
     made: list[Module] = []
 
-    class Noted(FORMS[form]["kind"]):  # type: ignore[misc]
+    class Noted(Sharded):
         def __init__(self, optimizer: Any) -> None:
             super().__init__(optimizer)
             made.append(self)
 
-    run(directory, form, epochs=1)
-    before, found = held(run(directory / "new", form, epochs=0, seed=5)), []
+    run(directory, epochs=1)
+    before, found = held(run(directory / "new", epochs=0, seed=5)), []
     for changed in ({"precision": "bf16-mixed"}, {"optimizer": torch.optim.SGD}):
-        told = refusal(partial(run, directory, form, ckpt_path="last", seed=5, kind=Noted, **changed))
+        told = refusal(partial(run, directory, ckpt_path="last", seed=5, kind=Noted, **changed))
         found.append((told, held(made[-1])))
     return before, found
 
