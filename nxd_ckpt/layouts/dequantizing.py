@@ -6,9 +6,8 @@ first one in its low half.
 
 Sources: the OCP Microscaling Formats (MX) specification; huggingface/transformers v4.57,
 ``src/transformers/integrations/mxfp4.py`` (``convert_moe_packed_tensors``), and v5.24,
-``src/transformers/integrations/finegrained_fp8.py`` (``Fp8Dequantize``); compressed-tensors v0.20,
-``quantization/lifecycle/forward_helpers.py``; deepseek-ai/DeepSeek-V3, ``inference/kernel.py`` (``weight_dequant``), by
-which blocks at the lower and right edge are cut off.
+``src/transformers/integrations/finegrained_fp8.py`` (``Fp8Dequantize``); deepseek-ai/DeepSeek-V3,
+``inference/kernel.py`` (``weight_dequant``), by which blocks at the lower and right edge are cut off.
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ def _segment_at(grid: BlockGrid, places: torch.Tensor) -> torch.Tensor:
 
 
 def dequantized_fp8(
-    numbers: torch.Tensor,
-    scales: torch.Tensor,
-    lengths: torch.Tensor,
-    dtype: torch.dtype,
-    rounded: torch.dtype,
+    numbers: torch.Tensor, scales: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``numbers`` (FP8) times the scale of the segment that each is in, as ``dtype``.
 
@@ -78,14 +73,13 @@ def dequantized_fp8(
         scales: scales of the segments, float32.
         lengths: numbers in each segment, int64.
         dtype: dtype of the result.
-        rounded: dtype that products, which are float32, are rounded to before.
     """
     values = _values(numbers.dtype).index_select(0, numbers.view(torch.uint8).int())  # faster than float()
     if bool((lengths == lengths[0]).all()):
         values.view(len(lengths), -1).mul_(scales.unsqueeze(1))
     else:
         values.mul_(scales.repeat_interleave(lengths))
-    return values.to(rounded).to(dtype)
+    return values.to(dtype)
 
 
 @cache
@@ -181,9 +175,8 @@ class _Fp8Reader(_PartsReader[Fp8Weight]):
             parts.append((weight.numbers.offset + run.start, memory[at : at + length]))
             at += length
         self._numbers.read_ranges(parts)
-        rounded = torch_dtype(weight.scales.dtype) if weight.rounds else torch.float32
         places, lengths = segments_of(weight.grid, starts, stops)
-        plain = byte_view(dequantized_fp8(numbers, self._factors[places], lengths, torch_dtype(weight.dtype), rounded))
+        plain = byte_view(dequantized_fp8(numbers, self._factors[places], lengths, torch_dtype(weight.dtype)))
         at = 0
         for run in runs:
             begin = at * size + run.skipped

@@ -22,6 +22,7 @@ from nxd_ckpt.layouts.files import TagFiles, require_directory
 from nxd_ckpt.layouts.payload import Payload, PayloadFile, reading
 from nxd_ckpt.layouts.quantization import (
     BLOCKS,
+    FP8_SCALES,
     SCALES,
     DequantizedStorage,
     Fp8Weight,
@@ -109,7 +110,7 @@ class HuggingFaceDirectory:
                 "of two models, or of two versions of one"
             )
         if quantization is not None:
-            scales = {name: f"{name}{quantization.suffix}" for name in self._places}
+            scales = {name: f"{name}{FP8_SCALES}" for name in self._places}
             self._scales |= {name: scale for name, scale in scales.items() if scale in self._places}
             self._dropped |= set(filter(quantization.is_of_activations, self._places))
         self._dropped |= {*self._scales.values()}
@@ -121,9 +122,8 @@ class HuggingFaceDirectory:
         Raises the errors of `stub`, and UnsupportedState for a dtype that only quantized weights have.
         """
         stub = self.stub(name, tied)
-        suffix = None if self._quantization is None else self._quantization.suffix
         if stub.dtype not in self.live_dtypes:
-            refuse_quantized_dtype(name, stub.dtype, self.where, suffix)
+            refuse_quantized_dtype(name, stub.dtype, self.where, self._quantization is not None)
         return stub
 
     def stub(self, name: str, tied: Mapping[str, str] | None = None) -> TensorStub:
@@ -161,8 +161,7 @@ class HuggingFaceDirectory:
             return Mxfp4Weight(name, self._stored(f"{name}{BLOCKS}"), scales)
         described = self._quantization
         assert described is not None  # else it had no scales
-        rounds = described.rounds_products_of(name)
-        return Fp8Weight(name, self._stored(name), scales, described.blocks, described.dtype, rounds)
+        return Fp8Weight(name, self._stored(name), scales, described.block, described.dtype)
 
     def _shard(self, file: str) -> Mapping[str, TensorStub]:
         if file not in self._shards:

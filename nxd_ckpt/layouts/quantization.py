@@ -4,8 +4,8 @@ Numbers of a quantized weight mean nothing without its scales. MXFP4 and FP8 are
 numbers: these seem to be the content of a file of their own, which is computed where it is read, in parts of a few MiB.
 Every other method is refused by name.
 
-FP8: ``NAME`` holds the numbers, and ``NAME_scale_inv`` or ``NAME_scale`` one scale for each block: a rectangle of each
-matrix, a row, or the whole tensor. Numbers times scales are the plain tensor, of the same shape.
+FP8: ``NAME`` holds the numbers, and ``NAME_scale_inv`` one scale for each block: a rectangle of each matrix, or the
+whole tensor. Numbers times scales are the plain tensor, of the same shape.
 
 MXFP4, as in openai/gpt-oss:
 
@@ -23,12 +23,11 @@ torchao.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
@@ -68,22 +67,11 @@ class BlockGrid:
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _SCALES_NBYTES = 16 * 2**20
 """Largest tensor of scales: a reader keeps it. With blocks of 128 x 128 it is that of 2**36 numbers or more."""
-class Block(NamedTuple):
-    """Rows and columns of a matrix that share a scale; None stands for all."""
-
-    rows: int | None
-    columns: int | None
-
-    def grid(self, shape: tuple[int, ...]) -> BlockGrid:
-        return BlockGrid(shape, self.rows or max(shape[-2], 1), self.columns or max(shape[-1], 1))
-
-
 @dataclass(frozen=True)
 class Fp8Weight:
-    """The tensor ``name``, whose ``numbers`` have ``scales`` for blocks of one of ``blocks``.
+    """The tensor ``name``, whose ``numbers`` have ``scales`` for each ``block``, or one for all of them.
 
-    It is read as ``dtype``. With ``rounds``, products are rounded to the scales' dtype first, as compressed-tensors
-    does.
+    It is read as ``dtype``.
 
     Raises:
         MalformedFile: the scales are not those of such blocks.
@@ -93,9 +81,8 @@ class Fp8Weight:
     name: str
     numbers: TensorStub
     scales: TensorStub
-    blocks: tuple[Block, ...]
+    block: tuple[int, int] | None
     dtype: str
-    rounds: bool
 
     def __post_init__(self) -> None:
         shape = self.numbers.shape
@@ -112,25 +99,18 @@ class Fp8Weight:
                 f"{about}; expected at least two dimensions, and scales of {', '.join(_SCALES)} of at most "
                 f"{_SCALES_NBYTES} bytes. Dequantize such a model with transformers, and save that"
             )
-        if not any(map(self._has_scales_for, self._grids)):
-            expected = " or ".join(str(grid.scales_shape) for grid in self._grids)
+        expected = self.grid.scales_shape
+        if scales.shape != expected and not (set(expected) == {1} and scales.shape in ((), (1,))):
             raise MalformedFile(
                 f"{about}; expected scales {expected}, by the blocks that quantization_config says. The files and "
                 "config.json are of two models, or the files mix two versions of one"
             )
 
-    @cached_property
-    def grid(self) -> BlockGrid:
-        return next(filter(self._has_scales_for, self._grids))
-
     @property
-    def _grids(self) -> list[BlockGrid]:
-        return [block.grid(self.numbers.shape) for block in self.blocks]
-
-    def _has_scales_for(self, grid: BlockGrid) -> bool:
-        shape = self.scales.shape
-        expected = grid.scales_shape
-        return shape == expected or (set(expected) == {1} and shape in ((), (1,)))
+    def grid(self) -> BlockGrid:
+        shape = self.numbers.shape
+        rows, columns = self.block or (max(shape[-2], 1), max(shape[-1], 1))
+        return BlockGrid(shape, rows, columns)
 
     def stub(self, file: str) -> TensorStub:
         shape = self.numbers.shape
@@ -138,6 +118,7 @@ class Fp8Weight:
         return TensorStub(file, 0, self.dtype, shape, contiguous_stride(shape), span)
 
 
+FP8_SCALES = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
 MXFP4_DTYPE = "bfloat16"
 """The dtype of MXFP4's plain numbers."""
@@ -217,20 +198,12 @@ class Quantization:
     """FP8 weights, as config.json describes them. Plain data, because it is sent to worker processes.
 
     Attributes:
-        suffix: what a weight's name has behind it in the name of its scales.
-        blocks: blocks with a scale in common; several if groups of weights differ.
+        block: rows and columns of a matrix that share a scale; None if all of a tensor do.
         dtype: dtype of the plain numbers.
-        compressed: True for the numbers that compressed-tensors makes of weights.
     """
 
-    suffix: str
-    blocks: tuple[Block, ...]
+    block: tuple[int, int] | None
     dtype: str
-    compressed: bool = False
-
-    def rounds_products_of(self, name: str) -> bool:
-        """Return whether products are rounded to the scales' dtype; transformers does not do so for experts."""
-        return self.compressed and ".experts." not in name
 
     def is_of_activations(self, name: str) -> bool:
         """Return whether the tensor is a scale of activations or of a key-value cache, which no plain model has."""
@@ -249,16 +222,18 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | Non
         MalformedFile: sizes of blocks that are none.
     """
     sections = list(_sections(config, _DEPTH))
-    methods = sorted({method for method, _ in sections}.difference(_READABLE))
+    methods = sorted({method for method, _ in sections} - {"fp8", "mxfp4"})
     if methods:
         raise UnsupportedState(
             f"{where}: config.json says that the weights are quantized by {' and '.join(methods)} "
             f"({QUANTIZATION}), which cannot be dequantized here; {_REMEDY}. If the files hold plain weights, remove "
             "that entry from config.json"
         )
-    dtype = _dtype_of(config)
     source = f"{where}: config.json's {QUANTIZATION}"
-    kinds = {_READABLE[method](section, dtype, source) for method, section in sections}
+    dtype = _dtype_of(config)
+    kinds = {
+        None if method == "mxfp4" else Quantization(_block(section, source), dtype) for method, section in sections
+    }
     if len(kinds) > 1:
         raise UnsupportedState(
             f"{where}: sections of config.json contradict each other about how weights are quantized; {_REMEDY}"
@@ -280,13 +255,13 @@ def refuse_companions(names: Iterable[str], where: str) -> None:
         )
 
 
-def refuse_quantized_dtype(name: str, dtype: str, where: str, suffix: str | None = None) -> None:
+def refuse_quantized_dtype(name: str, dtype: str, where: str, is_fp8: bool = False) -> None:
     """Raise UnsupportedState for a model's tensor of a ``dtype`` that only quantized weights have.
 
-    ``suffix`` is that of the scales that are expected beside it; None if config.json says nothing about them.
+    ``is_fp8`` says whether config.json has scales of FP8 beside it.
     """
     if dtype.startswith(("float8", "float4")) or dtype in _INTEGERS:
-        scale = f"config.json has no {QUANTIZATION}" if suffix is None else f"no file has {name}{suffix}"
+        scale = f"no file has {name}{FP8_SCALES}" if is_fp8 else f"config.json has no {QUANTIZATION}"
         raise UnsupportedState(
             f"{where}: {name} is {dtype}, which is a quantized weight without the scale that it needs ({scale}); "
             f"{_REMEDY}"
@@ -318,13 +293,6 @@ def _sections(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapp
 
 
 def _method(section: Mapping[str, Any], default: str) -> str:
-    method = _method_name(section, default)
-    if method == "compressed-tensors" and not _is_plain_fp8(section):
-        return f"{method} (format {section.get('format')})"
-    return method
-
-
-def _method_name(section: Mapping[str, Any], default: str) -> str:
     if isinstance(section.get("quant_method"), str):
         return str(section["quant_method"]).lower()
     if section.get("load_in_8bit") or section.get("load_in_4bit"):
@@ -339,63 +307,11 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
     return next((dtype for dtype in dtypes if dtype in _DTYPES), "bfloat16")
 
 
-def _fine_grained(section: Mapping[str, Any], dtype: str, where: str) -> Quantization:
-    """Describe the method "fp8": of DeepSeek and Qwen with blocks, of Mistral with a scale for each tensor."""
-    block = section.get("weight_block_size")
-    return Quantization("_scale_inv", (Block(None, None) if block is None else _block(block, where),), dtype)
-
-
-def _rows(section: Mapping[str, Any], dtype: str, where: str) -> Quantization:
-    """Describe FBGEMM's method: a scale for each row."""
-    return Quantization("_scale", (_ROW,), dtype)
-
-
-def _compressed(section: Mapping[str, Any], dtype: str, where: str) -> Quantization:
-    """Describe weights of compressed-tensors, after `_is_plain_fp8`."""
-    blocks = []
-    for weights in _weights(section):
-        if weights.get("strategy") == "block":
-            blocks.append(_block(weights.get("block_structure"), where))
-        else:
-            blocks.append(_ROW if weights.get("strategy") == "channel" else Block(None, None))
-    return Quantization("_scale", tuple(dict.fromkeys(blocks)), dtype, compressed=True)
-
-
-_ROW = Block(1, None)
-_READABLE: Mapping[str, Callable[[Mapping[str, Any], str, str], Quantization | None]] = {
-    "mxfp4": lambda section, dtype, where: None,
-    "fp8": _fine_grained,
-    "fbgemm_fp8": _rows,
-    "compressed-tensors": _compressed,
-}
-
-
-def _weights(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return how compressed-tensors quantizes weights, for each group of layers."""
-    groups = section.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, Mapping) else []
-    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups]
-    return [each if isinstance(each, Mapping) else {} for each in weights]
-
-
-def _is_plain_fp8(section: Mapping[str, Any]) -> bool:
-    """Return whether a description of compressed-tensors is FP8 with plain scales, and nothing else."""
-    weights = _weights(section)
-    numbers = [(each.get("type"), each.get("num_bits"), each.get("symmetric", True)) for each in weights]
-    return (
-        section.get("format") in ("float-quantized", "naive-quantized")
-        and len(weights) > 0
-        and all(each == ("float", 8, True) for each in numbers)
-        and all(each.get("strategy") in ("tensor", "channel", "block") for each in weights)
-        and not any(_is_used(section.get(name)) for name in ("sparsity_config", "transform_config"))
-    )
-
-
-def _is_used(section: Any) -> bool:
-    return bool(section) and not (isinstance(section, Mapping) and section.get("format") == "dense")
-
-
-def _block(size: Any, where: str) -> Block:
+def _block(section: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Return the block of the method "fp8": DeepSeek and Qwen have one, Mistral has a scale for each tensor."""
+    size = section.get("weight_block_size")
+    if size is None:
+        return None
     if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
         raise MalformedFile(f"{where}: a block must have a number of rows and one of columns, found {size!r:.80}")
-    return Block(*size)
+    return size[0], size[1]

@@ -1,4 +1,4 @@
-"""Weights of 8 bits (FP8), as DeepSeek, Qwen, Mistral and compressed-tensors write them, are read as plain numbers."""
+"""Weights of 8 bits (FP8), as DeepSeek, Qwen and Mistral write them, are read as plain numbers."""
 
 import hashlib
 import json
@@ -47,16 +47,6 @@ def fine_grained(block: Any = (BLOCK, BLOCK), dtype: str = "bfloat16") -> dict[s
     return {"torch_dtype": dtype, "quantization_config": about}
 
 
-def compressed(strategy: str, **changes: Any) -> dict[str, Any]:
-    """A config.json as llm-compressor writes it."""
-    how = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **changes}
-    if strategy == "block":
-        how.setdefault("block_structure", [BLOCK, BLOCK])
-    groups = {"group_0": {"targets": ["Linear"], "weights": how}}
-    about = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-    return {"torch_dtype": "float32", "quantization_config": about}
-
-
 def opened(path: Path, config: dict[str, Any], state: State) -> HuggingFaceDirectory:
     write_files(path, config, state)
     directory = HuggingFaceDirectory(open_storage(path))
@@ -69,7 +59,6 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 POWERS = (torch.arange(12) + 120).to(torch.uint8).view(torch.float8_e8m0fnu).reshape(3, 4)
-HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -79,20 +68,13 @@ HALF, BRAIN = torch.float16, torch.bfloat16
         (fine_grained(dtype="float32"), (48, 64), scales(3, 4), "0069bfb72e644931"),
         (fine_grained(None), (48, 64), scales(), "8a94044f910a996e"),
         (fine_grained(), (48, 64), POWERS, "5cf31988f7afab7d"),
-        (compressed("tensor"), (40, 50), scales(1, dtype=HALF), "6fb7bdbfe9a22375"),
-        (compressed("tensor"), (40, 50), scales(1, dtype=BRAIN), "a57ad0f3f53ca368"),
-        (compressed("channel"), (40, 50), scales(40, 1, dtype=HALF), "005991fb30077f08"),
-        (compressed("channel"), (40, 50), scales(40, 1, dtype=BRAIN), "2f53c4b89ee2d172"),
-        (compressed("block"), (40, 50), scales(3, 4, dtype=HALF), "5d3199299d7209ac"),
-        (compressed("block"), (40, 50), scales(3, 4, dtype=BRAIN), "fcebdfc9880aca70"),
     ],
 )
 def test_numbers_are_those_of_the_quantizers_own_code(
     tmp_path: Path, config: dict[str, Any], shape: tuple[int, ...], scale: torch.Tensor, expected: str
 ) -> None:
-    """Digests of the results of transformers 5.24.0 (Fp8Dequantize) and compressed-tensors 0.20.0."""
-    suffix = "_scale_inv" if config["quantization_config"]["quant_method"] == "fp8" else "_scale"
-    directory = opened(tmp_path, config, {"x.weight": numbers(*shape), f"x.weight{suffix}": scale})
+    """Digests of the results of transformers 5.24.0 (Fp8Dequantize)."""
+    directory = opened(tmp_path, config, {"x.weight": numbers(*shape), "x.weight_scale_inv": scale})
     assert ["x.weight"] == directory.names
     assert expected == digest(read_leaf(directory.tensor("x.weight"), directory.files.read_ranges))
 
@@ -242,10 +224,6 @@ def test_scales_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("config", "kind", "text"),
     [
-        (compressed("group", group_size=16), UnsupportedState, r"by compressed-tensors \(format \w+-quantized\)"),
-        (compressed("tensor", num_bits=4), UnsupportedState, r"by compressed-tensors \(format"),
-        (compressed("tensor", symmetric=False), UnsupportedState, r"by compressed-tensors \(format"),
-        (compressed("block", block_structure=None), MalformedFile, "a block must have .* found None"),
         (fine_grained([16]), MalformedFile, r"a block must have .* found \[16\]"),
         (fine_grained([0, 16]), MalformedFile, r"a block must have .* found \[0, 16\]"),
         ({**fine_grained(), "text_config": fine_grained([8, 8])}, UnsupportedState, r"contradict each other"),
