@@ -41,7 +41,7 @@ from nxd_ckpt.live.parameters import refuse_unsupported
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from nxd_ckpt.torch_dcp.storage_writer import StorageWriter, told_at_exit
-from nxd_ckpt.torch_dcp.subclasses import Targets, taken_apart
+from nxd_ckpt.torch_dcp.subclasses import settle, taken_apart, with_parts
 
 __all__ = ["StorageReader", "StorageWriter", "async_save", "load", "save"]
 
@@ -170,8 +170,8 @@ def load(
         reader.reset(checkpoint_id)
     plain = {key: _plain(state_dict[key]) for key in sorted(state_dict)}
     targets = _targets(plain, reader)
-    torch_load(targets.state, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
-    targets.settle(plain)
+    torch_load(targets, storage_reader=reader, planner=planner, process_group=process_group, no_dist=no_dist)
+    settle(targets, plain)
     for key, value in plain.items():
         if isinstance(state_dict[key], Stateful):
             state_dict[key].load_state_dict(value)
@@ -179,17 +179,17 @@ def load(
             state_dict[key] = value
 
 
-def _targets(plain: dict[str, Any], reader: StorageReader) -> Targets:
+def _targets(plain: dict[str, Any], reader: StorageReader) -> dict[str, Any]:
     """The tensors that torch loads into. If a rank has none, its reader refuses, and torch raises that on all ranks."""
     reader.refusal = None
     try:
         if not (dist.is_available() and dist.is_initialized()):
             _allocate(plain)
         reader.usual = names_of(_items(plain), 0)
-        return Targets.of(plain, reader)
+        return with_parts(plain, reader)
     except Exception as error:
         reader.refusal = error
-        return Targets(reader, plain)
+        return plain
 
 
 def _state_of(state_dict: dict[str, Any], writer: TorchStorageWriter, copies_first: bool = False) -> dict[str, Any]:

@@ -130,11 +130,6 @@ class StorageReader(TorchStorageReader):
         """Return a value that is no tensor, by DCP's name, or None. Raises the errors of opening the tag."""
         return self._open()[1].holding(name).values.get(name, (None, None))[1]
 
-    def tensor(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Dtype and shape of a tensor by DCP's name; None where there is no such tensor."""
-        about = self._open()[1].holding(name).tensors.get(name)
-        return None if about is None else (torch_dtype(about.dtype), about.shape)
-
     def _metadata(self, states: _States) -> Metadata:
         state = states.listed
         if state.unknown:

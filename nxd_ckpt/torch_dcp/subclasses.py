@@ -4,17 +4,13 @@ A tensor that offers torch's ``__tensor_flatten__`` is saved as the tensors that
 class. ``exp_avg`` becomes ``exp_avg|codes``, ``exp_avg|scale`` and ``exp_avg|class``. If it is a DTensor's shard, the
 rank's number is in the names, ``exp_avg|3|codes``: no other rank can do anything with it.
 
-A load puts these tensors into those of a tensor of the same class. Where a plain tensor stands in the state dict, a
-tensor of the saved class takes its place; its class is looked for among imported modules only, because a checkpoint
-must not choose what code runs.
+A load puts these tensors into those of a tensor of the same class.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any
 
@@ -24,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
+from nxd_ckpt.formats.tensors import iter_leaves
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 
 _CLASS = "class"
@@ -124,117 +121,29 @@ def _plain(value: Any) -> Any:
     return {"other": _class_name(type(value)) if " at 0x" in text else f"{_class_name(type(value))}: {text}"}
 
 
-def _from_plain(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "dict":
-        return {_from_plain(key): _from_plain(child) for key, child in content}
-    if kind == "dtype":
-        return getattr(torch, content)
-    if kind not in _SEQUENCES:
-        raise UnsupportedState(f"a part of what it is made by, {content}, is not in the checkpoint")
-    return _SEQUENCES[kind](map(_from_plain, content))
+def with_parts(state: Mapping[str, Any], saved: StorageReader) -> dict[str, Any]:
+    """Return the state dict that torch loads into: what subclasses are made of is in their place.
+
+    Raises UnsupportedState for what is saved as another class, or cut otherwise, than it is here.
+    """
+    parts = taken_apart(state)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    for path, value in iter_leaves(parts):
+        name = ".".join(map(str, path))
+        whole = name.split("|", 1)[0]
+        if name.endswith(f"|{_CLASS}"):
+            record = saved.value(name)
+            if record != value:
+                raise UnsupportedState(_difference(whole, value, record or saved.value(f"{whole}|{_CLASS}")))
+        elif isinstance(value, torch.Tensor):
+            for head in (f"{name}|", f"{name}|{rank}|", f"{name}|0|"):
+                record = saved.value(f"{head}{_CLASS}")
+                if record is not None:
+                    raise UnsupportedState(_difference(name, None, record, type(value)))
+    return parts
 
 
-_SEQUENCES: dict[str, Any] = {"tuple": tuple, "list": list, "Size": torch.Size}
-
-
-@dataclass
-class Targets:
-    """A state dict with subclasses, as what torch loads into: ``state`` has the tensors that they are made of."""
-
-    saved: StorageReader
-    state: dict[str, Any] = field(default_factory=dict)
-    _made: list[tuple[Any, Any, Any]] = field(default_factory=list)  # container, key, tensor to put there
-
-    @staticmethod
-    def of(state: dict[str, Any], saved: StorageReader) -> Targets:
-        """Raises UnsupportedState for what is saved as another class, or cut otherwise, than it is here."""
-        targets = Targets(saved)
-        targets.state = targets._opened(state, ())
-        return targets
-
-    def settle(self, state: dict[str, Any]) -> None:
-        """Put what was loaded into the state dict that the caller gave."""
-        _settle(self.state, state)
-        for container, key, tensor in self._made:
-            container[key] = tensor
-
-    def _opened(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, Mapping):
-            items: dict[Any, Any] = {}
-            for key, child in value.items():
-                items |= self._child(value, key, key, child, path)
-            same = items.keys() == value.keys() and all(items[key] is value[key] for key in items)
-            return value if same and path else items
-        if type(value) is list:
-            opened = []
-            for index, child in enumerate(value):
-                entries = self._child(value, index, "", child, (*path, index))
-                opened.append(entries[""] if entries.keys() == {""} else entries)
-            return opened if any(map(is_not, opened, value)) else value
-        return value
-
-    def _child(self, container: Any, key: Any, head: Any, child: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
-        if not isinstance(child, torch.Tensor):
-            return {head: self._opened(child, (*path, head) if head != "" or not path else path)}
-        name = ".".join(map(str, (*path, head)))
-        record = self.saved.value(f"{name}|{_CLASS}")
-        if not _is_subclass(child):
-            if record is None:
-                self._refuse_shards(name, child)
-                return {head: child}
-            made, entries = self._new(name, record, child)
-            self._made.append((container, key, made))
-            return {f"{head}|{inner}": plain for inner, plain in entries.items()} | {f"{head}|{_CLASS}": ""}
-        own = _head(name, child)
-        live = _record(child)
-        saved = self.saved.value(f"{own}{_CLASS}")
-        if live != saved:
-            raise UnsupportedState(_difference(name, live, saved or record))
-        return {f"{_head(head, child)}{inner}": plain for inner, plain in _inner(child)} | {
-            f"{_head(head, child)}{_CLASS}": ""
-        }
-
-    def _refuse_shards(self, name: str, child: torch.Tensor) -> None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        for number in {rank, 0}:
-            saved = self.saved.value(f"{name}|{number}|{_CLASS}")
-            if saved is not None:
-                raise UnsupportedState(_difference(name, None, saved, type(child)))
-
-    def _new(self, name: str, record: str, instead_of: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A tensor of the saved class, made of the tensors that are to be loaded."""
-        about = _read(record, name)
-        if isinstance(instead_of, DTensor) or tuple(instead_of.shape) != tuple(about["shape"]):
-            raise UnsupportedState(_difference(name, None, record, type(instead_of)))
-        device = instead_of.device if instead_of.device.type != "meta" else torch.device("cpu")
-        entries: dict[str, torch.Tensor] = {}
-        made = self._made_of(name, about, "", entries, device)
-        return made, entries
-
-    def _made_of(self, name: str, about: Any, below: str, entries: dict[str, torch.Tensor], device: Any) -> Any:
-        of = _class_of(about, name)
-        inner = {}
-        for key, child in about["inner"].items():
-            if child is not None:
-                inner[key] = self._made_of(name, child, f"{below}{key}|", entries, device)
-                continue
-            form = self.saved.tensor(f"{name}|{below}{key}")
-            if form is None:
-                raise MalformedFile(f"{name}: the checkpoint has no {below}{key} of this {_class(about)}")
-            inner[key] = entries[f"{below}{key}"] = torch.empty(form[1], dtype=form[0], device=device)
-        try:
-            context = _from_plain(about["context"])
-        except UnsupportedState as error:
-            raise UnsupportedState(
-                f"{name} was saved as {_class(about)}; {error}: put a tensor of that class into the state dict"
-            ) from None
-        return of.__tensor_unflatten__(inner, context, tuple(about["shape"]), tuple(about["stride"]))
-
-
-def _settle(loaded: Any, target: Any) -> None:
+def settle(loaded: Any, target: Any) -> None:
     """Put values and tensors of no subclass into ``target``, if a copy of their container was loaded into."""
     if loaded is target:
         return
@@ -243,21 +152,9 @@ def _settle(loaded: Any, target: Any) -> None:
             continue
         child = loaded[key]
         if isinstance(target[key], (Mapping, list)) and isinstance(child, type(target[key])):
-            _settle(child, target[key])
+            settle(child, target[key])
         elif isinstance(child, torch.Tensor) or not isinstance(target[key], torch.Tensor):
             target[key] = child  # a tensor too, where torch made one in place of a meta tensor
-
-
-def _class_of(about: Any, tensor: str) -> Any:
-    kind: Any = sys.modules.get(about["module"])
-    for part in about["class"].split("."):
-        kind = getattr(kind, part, None)
-    if isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__"):
-        return kind
-    raise UnsupportedState(
-        f"{tensor} was saved as a {_class(about)}, and no imported module has this class: import it before the load, "
-        f"or leave {tensor} out of the state dict"
-    )
 
 
 def _class(about: Any) -> str:

@@ -3,7 +3,6 @@
 import inspect
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +189,7 @@ def test_saves_are_tags_in_order(tmp_path: Path) -> None:
 
 
 def test_subclasses_come_back_as_what_they_were(tmp_path: Path) -> None:
-    """In model, optimizer, lists and below other subclasses: into their like in place, or in a plain tensor's place."""
+    """In model, optimizer, lists and below other subclasses: into their like, in place."""
     state: dict[str, Any] = {
         "model": {"w": coded(4), "plain": torch.ones(2), "deep": {"twice": Doubled(coded(3)), "n": 5}},
         "optim": {"state": {"w": {"exp_avg": coded(4, "log"), "step": torch.tensor(2.0)}}},
@@ -200,8 +199,8 @@ def test_subclasses_come_back_as_what_they_were(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "step_1")
     target = blank(4)
     found: dict[str, Any] = {
-        "model": {"w": target, "plain": torch.zeros(2), "deep": {"twice": torch.zeros(3), "n": 0}},
-        "optim": {"state": {"w": {"exp_avg": torch.zeros(4), "step": torch.tensor(0.0)}}},
+        "model": {"w": target, "plain": torch.zeros(2), "deep": {"twice": Doubled(blank(3)), "n": 0}},
+        "optim": {"state": {"w": {"exp_avg": blank(4, "log"), "step": torch.tensor(0.0)}}},
         "lists": [blank(2), 0],
     }
     found["optim"]["param_groups"] = [{"lr": 0.0, "params": []}]
@@ -222,18 +221,14 @@ def test_subclasses_come_back_as_what_they_were(tmp_path: Path) -> None:
     assert [1, 2, 3, 4] == open_checkpoint(tmp_path).read("model/w|codes").tolist()
 
 
-def test_other_subclasses_than_saved_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, and nothing is changed: another kind or shape, plain for coded and coded for plain, an absent class."""
+def test_other_subclasses_than_saved_are_refused(tmp_path: Path) -> None:
+    """By name, and nothing is changed: another kind or shape, plain for coded and coded for plain."""
     dcp.save({"model": {"w": coded(4), "plain": torch.ones(2)}}, checkpoint_id=tmp_path / "step_1")
-    for name, there in (("w", blank(4, "log")), ("w", blank(5)), ("plain", blank(2)), ("w", torch.zeros(5))):
+    for name, there in (("w", blank(4, "log")), ("w", blank(5)), ("plain", blank(2)), ("w", torch.zeros(4))):
         other = torch.zeros(2)
         state = {"model": {"plain": other, name: there}}
         assert f"model.{name} was saved as" in refusal(state, tmp_path / "step_1")
         assert not other.any()
-    monkeypatch.delitem(sys.modules, Coded.__module__)
-    assert f"a {Coded.__module__}.Coded, and no imported" in refusal(
-        {"model": {"w": torch.zeros(4)}}, tmp_path / "step_1"
-    )
     like = blank(4)
     dcp.load({"model": {"w": like}}, checkpoint_id=tmp_path / "step_1")
     assert [1, 2, 3, 4] == like.codes.tolist()
