@@ -107,6 +107,8 @@ def find_weights(files: TagFiles, read: Read) -> WeightFiles:
     for kind in (*_USUAL, _PLAIN, *(unusual if len(unusual) == 1 else ())):
         if kind.index in names:
             places = by_index(files, kind.index)
+            if not places and kind is not _PLAIN:
+                raise MalformedFile(f"{files.where(kind.index)}: weight_map names no tensor; download it again")
         elif kind.single in names:
             places = dict.fromkeys(read(kind.single), kind.single)
         elif any(map(kind.shard, names)):

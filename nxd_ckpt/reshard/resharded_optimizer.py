@@ -434,8 +434,8 @@ class ReshardedOptimizer:
         if absent:
             raise OptimizerMismatch(
                 f"optimizer: {self._context.opened.where} has no entry for {first_of(absent, repr)}: when it was "
-                f"saved, they were frozen or not passed to the optimizer. It has {first_of(self.slots)}; build "
-                "param_groups of the same parameters. To go on with others, which then start fresh, leave their state "
+                "saved, they were frozen, not passed to the optimizer, or had other names. It has "
+                f"{first_of(self.slots)}; build param_groups of the same parameters. To go on with others, which then start fresh, leave their state "
                 f"out with {left_out(absent)}"
             )
         return {name: match for name, match in matches.items() if match is not None}

@@ -48,6 +48,8 @@ from nxd_ckpt.tag.range_reader import in_parallel
 NO_TAG = ""
 _NXD_FILES = {MARKER, DONE, SCHEDULER, USER_CONTENT}
 _NXD_DIRS = {MODEL_DIR, OPTIMIZER_DIR}
+_OF_TAGS = {MARKER, MANIFEST, USER_CONTENT, *_NXD_DIRS}
+"""Names of which a tag has one at least, beside ``done``."""
 
 
 def tag_around(storage: Storage) -> str | None:
@@ -284,6 +286,8 @@ def _inspect(storage: Storage, tag: str, newest: Callable[[], dict[str, float]])
         if dated is None:
             return None
         recorded = recorded_order_time(storage, tag) if dated == DONE else None
+        if recorded is None and _OF_TAGS.isdisjoint(entry.name for entry in entries):
+            return None  # a file of that name beside another program's
         order_time = marked = marker_time(storage, f"{tag}/{dated}") if recorded is None else recorded
         if recorded is None and has_manifest and dated == DONE:
             own = order_time_of_ours(storage, tag, marked)

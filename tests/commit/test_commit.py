@@ -126,6 +126,7 @@ def test_a_tag_is_later_than_all_before(disk: LocalStorage, monkeypatch: pytest.
     monkeypatch.setattr(effects, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     prepared(disk, TP)
     assert 1000.25 == committed(disk, TP, votes(TP)).order_time
+    disk.write("other/checkpoint", b"1")
     disk.write("other/done", b"1")
     disk.set_time("other/done", 5000.0)
     prepared(disk, TP)

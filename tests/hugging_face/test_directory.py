@@ -137,6 +137,7 @@ def named(file: str) -> dict[str, Any]:
         ([], {INDEX: b"{"}, MalformedFile, r"index\.json: not valid JSON"),
         ([], {INDEX: []}, MalformedFile, r"expected a JSON object"),
         ([], {INDEX: {"weight_map": ["a"]}}, MalformedFile, r"weight_map must name"),
+        ([], {INDEX: {"weight_map": {}}}, MalformedFile, r"weight_map names no tensor"),
         ([], {INDEX: named("../a.safetensors")}, MalformedFile, r"is not a \.safetensors file of this"),
     ],
 )

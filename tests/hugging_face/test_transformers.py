@@ -1,6 +1,7 @@
 """The real client: transformers loads what was exported, and computes the same logits with it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,21 @@ def test_files_of_gpt2_without_its_head_are_imported_and_loaded(tmp_path: Path, 
     assert [] == differences(dict(original.state_dict()), dict(fresh.state_dict()))
 
 
-def test_mixtral_of_transformers_5_is_saved_exported_and_loaded(tmp_path: Path) -> None:
-    """Its module has the experts of a layer in two tensors, and its files do not."""
-    original = random_model("mixtral")
+def heads_as_transformers_5_names_them(state: State) -> State:
+    """The name that transformers 5 gives GPT-NeoX's head: files keep the older one."""
+    return {name.replace("embed_out", "lm_head"): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "named"), [("mixtral", as_transformers_5_names_them), ("gpt-neox", heads_as_transformers_5_names_them)]
+)
+def test_a_model_of_transformers_5_is_saved_exported_and_loaded(
+    tmp_path: Path, family: str, named: Callable[[State], State]
+) -> None:
+    """Its modules have other names than its files; Mixtral's has the experts of a layer in two tensors."""
+    original = random_model(family)
     original.config.save_pretrained(tmp_path / "config")
-    state = as_transformers_5_names_them(dict(original.state_dict()))
+    state = named(dict(original.state_dict()))
     save_checkpoint(tmp_path / "run", "step_1", dict(state))
     assert torch.equal(logits(original), logits(exported(tmp_path / "run" / "step_1", tmp_path / "out")))
 

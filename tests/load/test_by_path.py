@@ -574,6 +574,13 @@ def test_a_script_s_model_of_extra_state_alone_is_a_model(tmp_path: Path, nested
     assert 3 == live.count
 
 
+def test_a_file_called_done_beside_a_model_makes_no_tag_of_it(tmp_path: Path) -> None:
+    """As a script leaves one after a download: the directory was a complete tag, which held nothing."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "done").touch()
+    assert ["model/w"] == open_checkpoint(tmp_path).keys()
+
+
 def test_a_model_may_have_an_optimizer_s_keys_as_names(tmp_path: Path) -> None:
     """It was a damaged optimizer, by an error of Python's."""
     weights = {"state": torch.ones(2), "param_groups": torch.zeros(3)}

@@ -30,9 +30,13 @@ def make(directory: Path, *files: str, at: float | None = None, text: bytes = b"
 
 
 def test_a_tag_is_complete_with_its_done_marker(tmp_path: Path) -> None:
-    """``done`` makes a tag complete, and its time is the tag's order; without it the tag is shown as incomplete."""
+    """``done`` makes a tag complete, and its time is the tag's order; without it the tag is shown as incomplete.
+
+    Beside another program's files it makes no tag.
+    """
     make(tmp_path / "step_10", "checkpoint", "done", "model/x", at=500.0)
-    make(tmp_path / "step_9", "done", at=600.0)
+    make(tmp_path / "step_9", "done", "optim/x", at=600.0)
+    make(tmp_path / "step_8", "done", "model.safetensors", "config.json", at=800.0)
     make(tmp_path / "step_11", "checkpoint", at=700.0)
     make(tmp_path / "ours", "checkpoint", "manifest.json", at=400.0)
     make(tmp_path / "ours", "done", at=400.0, text=b"1 run-1")
@@ -71,7 +75,7 @@ def test_newest_lists_the_tags_of_0_6_in_order(tmp_path: Path) -> None:
 def test_a_directory_of_0_1_to_0_5_is_a_checkpoint_itself(tmp_path: Path, name: str) -> None:
     """Without tags, the directory is listed as one that is older than any tag, and is never removed."""
     make(tmp_path, name)
-    make(tmp_path / "step_1", "done", at=5.0)
+    make(tmp_path / "step_1", "done", "checkpoint", at=5.0)
     tags = list_tags(LocalStorage(tmp_path))
     assert TagInfo(NO_TAG, 0.0, complete=True, ours=False) == tags[0]
     assert tags[1] == latest(tags)
