@@ -435,8 +435,8 @@ class ReshardedOptimizer:
             raise OptimizerMismatch(
                 f"optimizer: {self._context.opened.where} has no entry for {first_of(absent, repr)}: when it was "
                 "saved, they were frozen, not passed to the optimizer, or had other names. It has "
-                f"{first_of(self.slots)}; build param_groups of the same parameters. To go on with others, which then start fresh, leave their state "
-                f"out with {left_out(absent)}"
+                f"{first_of(self.slots)}; build param_groups of the same parameters. To go on with others, which then "
+                f"start fresh, leave their state out with {left_out(absent)}"
             )
         return {name: match for name, match in matches.items() if match is not None}
 
