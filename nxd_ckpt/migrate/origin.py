@@ -17,7 +17,6 @@ from nxd_ckpt.layouts import legacy
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.layouts.hugging_face_directory import CONFIG
 from nxd_ckpt.layouts.torch_xla_files import RANDOM_STATES, is_trainers
-from nxd_ckpt.layouts.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.loading.load_attempt import unwrapped
 from nxd_ckpt.migrate.optimum_metadata import (
     SHARDED_METADATA,
@@ -136,7 +135,7 @@ def _hugging_face(source: Source, files: TagFiles, chosen: ConvertOptions) -> Or
         )
     what = import_target(place, chosen)
     opened, model = open_as_tag(place, what)
-    beside = (file for file in (*OF_THE_RUN, OPTIMIZER_DOCUMENT) if files.has(file))
+    beside = filter(files.has, OF_THE_RUN)
     folder = place.directory if opened.storage.is_file(place.name) else join(place.directory, place.name)
     config = folder if files.has(CONFIG) else None
     return Origin(Program.HUGGING_FACE, place, opened, config, left_out=(*outside(model), *beside), imported=what)

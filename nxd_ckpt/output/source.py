@@ -22,6 +22,7 @@ from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, I
 from nxd_ckpt.layouts.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, open_weights
+from nxd_ckpt.layouts.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.output.locations import Location, own_location, settled_input
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, join
 from nxd_ckpt.tag.choosing import ByPath, choose_tag, settle_swap
@@ -29,8 +30,13 @@ from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.recognise import Program, recognise
 from nxd_ckpt.tag.verify import guests_in
 
-OF_THE_RUN = ("optimizer.pt", names.SCHEDULER, "trainer_state.json", "training_args.bin")
-"""Files of transformers' trainer beside a checkpoint of another layout."""
+OF_THE_RUN: Mapping[str, str] = {
+    **dict.fromkeys(("optimizer.pt", "optimizer.bin", OPTIMIZER_DOCUMENT), "optimizer"),
+    **dict.fromkeys((names.SCHEDULER, "scheduler.bin"), "scheduler"),
+    "trainer_state.json": "user_content",
+    "training_args.bin": "",
+}
+"""Files of transformers' trainer, of accelerate and of our exports beside a model, each with the part that it holds."""
 
 _EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 
@@ -66,8 +72,9 @@ class Source:
             others = [] if in_tag else self.guests()
         else:
             beside = TagFiles(self.root.open(), self.beside)
-            present = filter(beside.has, OF_THE_RUN)
-            others = [file for file in present if not (saved.scheduler and file == names.SCHEDULER)]
+            # Other layouts have an optimizer and content of their own.
+            read = saved if self.writer is Program.HUGGING_FACE else Parts(scheduler=saved.scheduler)
+            others = [file for file, part in OF_THE_RUN.items() if beside.has(file) and not getattr(read, part, None)]
         return (*saved.lacking_in(kept), *others)
 
     def guests(self) -> list[str]:

@@ -200,6 +200,26 @@ def test_all_that_a_form_lacks_is_named(tmp_path: Path) -> None:
     assert "scheduler.pt" in convert(run, tmp_path / "of the run", to="tag", durable=False).left_out
 
 
+@pytest.mark.parametrize(
+    ("of_optimizer", "of_scheduler"), [("optimizer.pt", "scheduler.pt"), ("optimizer.bin", "scheduler.bin")]
+)
+def test_what_a_trainer_has_beside_a_model_is_not_called_left_out(
+    tmp_path: Path, of_optimizer: str, of_scheduler: str
+) -> None:
+    """Where names stay, its optimizer, scheduler and state are in the tag; otherwise they are not."""
+    hf = _directory(tmp_path)
+    optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    for file, content in ((of_optimizer, optimizer), (of_scheduler, {"last_epoch": 3}), ("training_args.bin", {})):
+        torch.save(content, hf / file)
+    (hf / "trainer_state.json").write_text('{"global_step": 3}')
+    assert ("training_args.bin",) == convert(hf, tmp_path / "own" / "s", to="tag", names="own").left_out
+    kept = open_checkpoint(tmp_path / "own").parts
+    assert all((kept.optimizer, kept.scheduler, kept.user_content))
+    all_files = (of_optimizer, of_scheduler, "trainer_state.json", "training_args.bin")
+    assert all_files == convert(hf, tmp_path / "nxd" / "s", to="tag", names="nxd").left_out
+    assert all_files[:1] == convert(hf, tmp_path / "dcp", to="dcp", optimizer=False).left_out[:1]
+
+
 @pytest.mark.parametrize("form", ["tag", "files", "dcp"])
 def test_views_of_one_memory_stay_apart(tmp_path: Path, form: Form) -> None:
     """They begin at the same byte of a file, and are tied only if they are alike in all else."""
