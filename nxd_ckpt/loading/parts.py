@@ -55,10 +55,12 @@ def demand(opened: OpenTag, model: Any, optim: Any, scheduler: Any, rank_content
             )
         if requested and not saved:
             keeps = " or with weights_only=True, which cuts ZeRO-1's shards from the weights,"
+            may_be_content = opened.manifest is None and parts.user_content and name in ("model", "optimizer")
+            names_key = f", or convert a script's file with {name[:5]}_key=, if that has it under a key of its own"
             raise PartNotFound(
                 f"{opened.where} was saved without {name}; it holds {_parts_text(parts)}. "
                 f"Load it with {name}=None, the first time if it is new in this job,{keeps * (name == 'optimizer')} or "
-                "choose another tag"
+                f"choose another tag{names_key * may_be_content}"
             )
 
 

@@ -574,6 +574,13 @@ def test_a_script_s_model_of_extra_state_alone_is_a_model(tmp_path: Path, nested
     assert 3 == live.count
 
 
+def test_a_script_s_state_under_a_key_of_its_own_is_told_how_to_be_read(tmp_path: Path) -> None:
+    """The advice was to choose another tag, of a file."""
+    torch.save({"net": {"w": torch.ones(2)}, "step": 7}, tmp_path / "model.pt")
+    with pytest.raises(PartNotFound, match="convert a script's file with model_key="):
+        load_checkpoint(tmp_path / "model.pt", model={})
+
+
 def test_a_file_called_done_beside_a_model_makes_no_tag_of_it(tmp_path: Path) -> None:
     """As a script leaves one after a download: the directory was a complete tag, which held nothing."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
