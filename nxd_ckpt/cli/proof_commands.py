@@ -229,10 +229,9 @@ DOCTOR = Command(
     example="nxd-ckpt doctor run1",
     summary="check that a checkpoint can be resumed from, and was resumed correctly",
     description=(
-        "Examine a tag: its values are finite, its ranks are of one step, its learning rates are the scheduler's. And "
-        "whether it continues the one before it: steps and weights moved, no part is missing, groups and ties are the "
-        "same, scheduler and data position agree with the steps. For a directory, its latest tag is compared with the "
-        "one before. Everything is read and verified. Exit code 1 if there is a problem. Doubts, which may have an "
+        "Examine a tag: its values are finite, its ranks are of one step. And whether it continues the one before it: "
+        "steps and weights moved, no part is missing, scheduler and data position agree with the steps. For a "
+        "directory, its latest tag is compared with the one before. Everything is read and verified. Exit code 1 if there is a problem. Doubts, which may have an "
         "innocent reason, are only shown, unless --strict is given."
     ),
     operands=(

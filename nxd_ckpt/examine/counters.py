@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isclose
 from typing import Any
 
 from nxd_ckpt.core.findings import Finding, doubt, problem
@@ -26,8 +25,6 @@ _NO_POSITION = {
     *("start", "end", "stop", "sizes"),
 }
 _STEPS = {"step", "steps", "iteration", "iterations", "iter"}
-_SAME_RATE = 1e-6
-"""Relative; rates are computed in different orders."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +165,6 @@ def _scale_fell(before: Progress, after: Progress) -> bool:
     return False
 
 
-def check_rates(before: Progress | None, after: Progress) -> Iterator[Finding]:
-    """Report learning rates of the optimizer that are not the ones the scheduler set last."""
-    if before is not None and any(_other_rates(before)):
-        return  # this run sets its rates by other means
-    for name, rate, scheduled in _other_rates(after):
-        yield problem("scheduler", name, f"the learning rate is {rate:g}, the scheduler set {scheduled:g} last")
-
-
 def check_scheduler(before: Progress, after: Progress) -> Iterator[Finding]:
     """Report a scheduler that followed the optimizer's steps and no longer does."""
     was, now = (whole_number(tag.values.get("scheduler/last_epoch")) for tag in (before, after))
@@ -207,17 +196,6 @@ def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
     if before.step > 1:  # at the first step too much is equal by chance
         for where, values_before, values_after in _values(before, after):
             yield from _positions(where, values_before, values_after, (before.step, after.step))
-
-
-def _other_rates(tag: Progress) -> Iterator[tuple[str, float, float]]:
-    """Yield name, actual and scheduled rate of each learning rate that is not the scheduler's."""
-    number = 0
-    while f"scheduler/_last_lr/{number}" in tag.values:
-        name = f"optim/param_groups/{number}/lr"
-        rate, scheduled = (_real(tag.values.get(key)) for key in (name, f"scheduler/_last_lr/{number}"))
-        if rate is not None and scheduled is not None and not isclose(rate, scheduled, rel_tol=_SAME_RATE):
-            yield name, rate, scheduled
-        number += 1
 
 
 def _real(value: Any) -> float | None:

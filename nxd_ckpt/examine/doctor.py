@@ -28,7 +28,6 @@ from nxd_ckpt.examine.statistics import count_leaves, leaves_of
 from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
-from nxd_ckpt.loading.parts import lacks_scheduled_rates
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
 from nxd_ckpt.reshard.whole_tag import plain_values, rank_values
 from nxd_ckpt.tag.opened import OpenTag
@@ -123,7 +122,7 @@ class _Doctor:
             [
                 *_not_finite(counts, leaves),
                 *(doubt("parts", name, f"it was not examined: {why}") for name, why in unexamined.items()),
-                *self._counter_findings(),
+                *counters.check_ranks(self._is),
                 *self._comparison_findings(),
             ]
         )
@@ -143,11 +142,6 @@ class _Doctor:
         steps, stages = steps_of(tag.opened)
         return Progress(steps, values, stages, rank_values(tag.opened, self._unread))
 
-    def _counter_findings(self) -> Iterator[Finding]:
-        yield from counters.check_ranks(self._is)
-        if not lacks_scheduled_rates(self._after.opened):
-            yield from counters.check_rates(self._was, self._is)
-
     def _comparison_findings(self) -> Iterator[Finding]:
         if self._before is None or self._was is None:
             return
@@ -156,8 +150,6 @@ class _Doctor:
         if (self._is.step or 0) > (self._was.step or 0) or counters.moved_counters(self._was, self._is):
             yield from _standing_weights(self._before, self._after)
         yield from _lost_parts(self._before, self._after)
-        yield from _regrouped(self._before, self._after)
-        yield from _untied(self._before, self._after)
 
 
 def _not_finite(counts: StatisticsByName, leaves: Mapping[str, list[Leaf]]) -> Iterator[Finding]:
@@ -216,31 +208,6 @@ def _lost_parts(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
     lost = sorted(names[0] - names[1])
     if lost:
         yield problem("parts", lost[0], f"the tag before has {first_of(lost)}, this one does not")
-
-
-def _regrouped(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
-    """Report param groups that hold other parameters than before."""
-    was, now = ([sorted(map(str, group["params"])) for group in tag.param_groups] for tag in (before, after))
-    if was != now and before.parts.optimizer and after.parts.optimizer:
-        counts = [list(map(len, groups)) for groups in (was, now)]
-        yield problem(
-            "groups", "optim/param_groups", f"they do not hold the same parameters: {counts[0]} before, {counts[1]} now"
-        )
-
-
-def _untied(before: Checkpoint, after: Checkpoint) -> Iterator[Finding]:
-    """Report tied tensors that are several tensors now."""
-    was, now = (
-        {name: spec.tie for name, spec in tag.manifest.parameters.items()} if tag.manifest is not None else {}
-        for tag in (before, after)
-    )
-    groups: dict[str, list[str]] = {}
-    for name, tie in was.items():
-        if tie is not None and name in now:
-            groups.setdefault(tie, []).append(name)
-    for names in groups.values():
-        if len({now[name] or name for name in names}) > 1:
-            yield problem("ties", f"model/{names[0]}", f"one tensor in the tag before, several now: {first_of(names)}")
 
 
 def steps_of(opened: OpenTag) -> tuple[dict[str, dict[int, int]], dict[str, int]]:

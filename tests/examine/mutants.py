@@ -44,11 +44,6 @@ def scheduler_ahead(before: list[Rank], now: list[Rank]) -> None:
         rank["scheduler"]["last_epoch"] += 1
 
 
-def rate_of_another_step(before: list[Rank], now: list[Rank]) -> None:
-    for rank in now:
-        rank["scheduler"]["_last_lr"] = [0.5 * rate for rate in rank["scheduler"]["_last_lr"]]
-
-
 def loader_behind(before: list[Rank], now: list[Rank]) -> None:
     for rank in now:
         rank["user_content"]["consumed_samples"] -= 8
@@ -69,7 +64,6 @@ MUTANTS: dict[Mutant, tuple[str, str]] = {
     steps_began_anew: ("steps", ""),
     rank_a_step_behind: ("steps", "rank 3"),
     scheduler_ahead: ("scheduler", "scheduler/last_epoch"),
-    rate_of_another_step: ("scheduler", "optim/param_groups/0/lr"),
     loader_behind: ("position", "user_content/consumed_samples"),
     loader_of_a_rank_ahead: ("position", "rank_content/loader/num_yielded"),
     not_a_number: ("values", "optim/3.weight/exp_avg"),
@@ -77,7 +71,7 @@ MUTANTS: dict[Mutant, tuple[str, str]] = {
 
 
 TOGETHER = (
-    (rank_a_step_behind, scheduler_ahead, rate_of_another_step, loader_behind, loader_of_a_rank_ahead, not_a_number),
+    (rank_a_step_behind, scheduler_ahead, loader_behind, loader_of_a_rank_ahead, not_a_number),
     (weights_not_saved,),
     (optimizer_not_saved,),
     (optimizer_left_out,),
