@@ -81,7 +81,8 @@ def compression_of(name: str, start: bytes = b"") -> str | None:
 def compressing(kind: str, out: BinaryIO, nbytes: int) -> Stream:
     """Return a stream that compresses ``nbytes`` bytes to ``out``, with checksums, and always equally.
 
-    gzip's fastest level, on one core; zstd's default one on all cores, but at most 4, to bound its memory. The result does not depend on the number of cores.
+    gzip's fastest level, on one core; zstd's default one on all cores, but at most 4, to bound its memory. The result
+    does not depend on the number of cores.
     """
     if kind == GZIP:
         return gzip.GzipFile("", "wb", 1, out, mtime=0)

@@ -41,7 +41,7 @@ from nxd_ckpt.storage.base import (
     checked_length,
     runs,
 )
-from nxd_ckpt.storage.transfer import Throttle, check_limits, shared_throttle
+from nxd_ckpt.storage.transfer import check_retries
 from nxd_ckpt.storage.wrapper import RetryingStorage
 
 
@@ -88,7 +88,6 @@ class WholeWriter:
 
     def close(self) -> None:
         _check_length(self._storage, self._key, self._written, len(self._data))
-        self._storage.throttle.take(len(self._data))
         if not self._storage.link_new(self._key, bytes(self._data)):
             raise FileExistsError(f"{self._storage.url}/{self._key} was written by somebody else meanwhile")
 
@@ -149,7 +148,6 @@ class StreamWriter:
                 self._storage.remove(self._key)
 
     def _append(self, view: memoryview) -> None:
-        self._storage.throttle.take(len(view))
         with self._storage.doing(self._key):
             self._file.write(view)
         self._position += len(view)
@@ -184,15 +182,14 @@ _looking = threading.Lock()
 
 
 def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
-    """Open the storage of an fsspec URL. ``retries`` and ``max_bytes_per_second`` are ours, other options fsspec's.
+    """Open the storage of an fsspec URL. ``retries`` is ours, other options are fsspec's.
 
     Raises InvalidArgument if fsspec or the library behind it is missing, or options are invalid.
     """
     public = without_password(url)
     options = dict(options)
     retries = options.pop("retries", 5)
-    rate = options.pop("max_bytes_per_second", None)
-    check_limits(retries, rate, public)
+    check_retries(retries, public)
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -206,7 +203,7 @@ def open_fsspec(url: str, options: Mapping[str, Any]) -> Storage:
     except (TypeError, ValueError) as error:  # an unknown scheme, or options that the file system does not know
         raise InvalidArgument(_unknown_scheme(public) or f"{public}: {_without_values(str(error), options)}") from None
     kind = HttpStorage if type(fs).__name__ == "HTTPFileSystem" else FsspecStorage
-    return RetryingStorage(kind(fs, root, public, shared_throttle(rate)), retries)
+    return RetryingStorage(kind(fs, root, public), retries)
 
 
 def without_password(url: str) -> str:
@@ -248,11 +245,10 @@ class FsspecStorage(Storage):
     concurrency = 16
     read_nbytes = CRC_BLOCK
 
-    def __init__(self, fs: Any, root: str, url: str, throttle: Throttle) -> None:
+    def __init__(self, fs: Any, root: str, url: str) -> None:
         self.fs = fs
         self.root: str = root.rstrip("/")
         self.url: str = url.rstrip("/")
-        self.throttle = throttle
         put = getattr(fs, "_pipe_file", fs.pipe_file)
         self._creates = "mode" in inspect.signature(put).parameters
         self._in_memory = type(fs).__name__ == "MemoryFileSystem"
@@ -273,7 +269,6 @@ class FsspecStorage(Storage):
         return FsspecReader(self, key)
 
     def read_at(self, key: str, begin: int, end: int) -> bytes:
-        self.throttle.take(end - begin)
         with self.doing(key):
             return bytes(self.fs.cat_file(self.path(key), start=begin, end=end))
 

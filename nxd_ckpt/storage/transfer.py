@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
-from functools import cache
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -29,17 +28,6 @@ class Throttle:
         self._rate = bytes_per_second
         self._lock = threading.Lock()
         self._free_at = 0.0
-
-    @property
-    def block(self) -> int:
-        """Bytes to request at once: few with a limit, so that no connection is silent for long."""
-        return 2**20 if self._rate is None else 64 * 2**10
-
-    def take(self, nbytes: int) -> None:
-        """Return when ``nbytes`` more may pass."""
-        begin, _ = self.schedule(nbytes)
-        if begin > 0:
-            effects.sleep(begin)
 
     def schedule(self, nbytes: int) -> tuple[float, float]:
         """Return the seconds until ``nbytes`` more may begin to pass, and until they have passed."""
@@ -80,21 +68,10 @@ _SHORT = 0.02
 """Seconds for which no thread sleeps: to wake up for each of many small tensors would cost more than to digest them."""
 
 
-def check_limits(retries: int, max_bytes_per_second: float | None, url: str) -> None:
-    """Raise InvalidArgument for impossible options of a store: retries, and the limit of all transfers."""
+def check_retries(retries: int, url: str) -> None:
+    """Raise InvalidArgument for an impossible option of a store."""
     if retries < 0:
         raise InvalidArgument(f"{url}: retries is {retries}; expected 0 or more")
-    if max_bytes_per_second is not None and max_bytes_per_second <= 0:
-        raise InvalidArgument(f"{url}: max_bytes_per_second is {max_bytes_per_second}; expected more than 0")
-
-
-@cache
-def shared_throttle(bytes_per_second: float | None) -> Throttle:
-    """Return the process's throttle for this limit."""
-    return Throttle(bytes_per_second)
-
-
-effects.in_forked_children(shared_throttle.cache_clear)  # its lock may have been held
 
 
 Task = TypeVar("Task")

@@ -20,7 +20,6 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.s3 import upload
 from nxd_ckpt.storage.s3.bucket import S3Options
 from nxd_ckpt.storage.s3.upload import MOST_PARTS, PART, part_nbytes
-from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.urls import open_storage
 from tests.conftest import BUCKET
 from tests.storage.storages import s3
@@ -60,21 +59,6 @@ def test_bytes_are_not_copied(storage: Storage) -> None:
         upload, download = pool.apply(_peaks, (storage,))
     assert upload < PART
     assert download < 2**20
-
-
-@pytest.mark.parametrize("nbytes", [1000, 2 * PART + 5])
-def test_the_cap_covers_all_bytes(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Those of uploads and those of downloads, in small blocks, whose connections are never silent for long."""
-    blocks: list[int] = []
-    monkeypatch.setattr(Throttle, "take", lambda self, nbytes: blocks.append(nbytes))
-    storage = s3(s3_server, max_bytes_per_second=123)
-    writer = storage.create("key", nbytes)
-    writer.write_at(0, bytes(nbytes))
-    writer.close()
-    assert nbytes == sum(blocks)
-    storage.read("key")
-    assert 2 * nbytes == sum(blocks)
-    assert max(blocks) <= 64 * 2**10
 
 
 def test_no_more_parts_are_on_their_way_than_there_may_be(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +175,6 @@ def test_secrets_are_not_shown(s3_server: S3Server) -> None:
         ("s3://", {}, "expected s3://BUCKET/PREFIX"),
         ("s3://key:secret@bucket/x", {}, "without credentials"),
         ("s3://bucket", {"retries": -1}, "retries is -1"),
-        ("s3://bucket", {"max_bytes_per_second": 0}, "max_bytes_per_second is 0"),
         ("nope://bucket", {}, "nope"),
         ("oci://bucket", {}, "ocifs"),
         ("memory://bucket", {"retries": -1}, "retries is -1"),

@@ -7,7 +7,7 @@ import pytest
 from nxd_ckpt import effects
 from nxd_ckpt.storage import wrapper
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.storage.transfer import Throttle, shared_throttle
+from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.wrapper import RetryingStorage
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation
 
@@ -65,27 +65,10 @@ def test_conditional_writes_are_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_a_throttle_lets_bytes_through_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets bytes through at its rate, and a pause is not made up for."""
+    """One after the other, and a pause is not made up for."""
     now = 100.0
-    waits: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        waits.append(seconds)
-        now += seconds
-
     monkeypatch.setattr(effects, "monotonic", lambda: now)
-    monkeypatch.setattr(effects, "sleep", sleep)
     throttle = Throttle(1000.0)
-    for nbytes in (500, 1000, 2000, 1):
-        throttle.take(nbytes)
-    assert [0.5, 1.0, 2.0] == waits
+    assert [(0.0, 0.5), (0.5, 1.5), (1.5, 3.5)] == [throttle.schedule(nbytes) for nbytes in (500, 1000, 2000)]
     now += 50
-    throttle.take(1000)
-    throttle.take(1)
-    assert [0.5, 1.0, 2.0, 1.0] == waits
-
-
-def test_those_that_name_one_rate_share_a_throttle() -> None:
-    assert shared_throttle(1e6) is shared_throttle(1e6)
-    assert shared_throttle(1e6) is not shared_throttle(2e6)
+    assert [(0.0, 1.0), (1.0, 1.5)] == [throttle.schedule(nbytes) for nbytes in (1000, 500)]

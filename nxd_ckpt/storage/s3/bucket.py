@@ -10,7 +10,7 @@ from typing import Any
 
 from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.storage.transfer import Throttle, check_limits, shared_throttle
+from nxd_ckpt.storage.transfer import check_retries
 from nxd_ckpt.version import __version__
 
 
@@ -132,8 +132,7 @@ class S3Options:
 
     Options that are not given come from the usual places: environment, ``~/.aws``, the instance's role.
 
-    ``retries`` is the number of repetitions of a request, ``max_bytes_per_second`` limits uploads and downloads
-    together.
+    ``retries`` is the number of repetitions of a request.
     """
 
     key: str | None = field(default=None, repr=False)
@@ -145,7 +144,6 @@ class S3Options:
     client_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: int = 5
-    max_bytes_per_second: float | None = None
 
     @staticmethod
     def of(options: Mapping[str, Any], url: str) -> S3Options:
@@ -158,7 +156,7 @@ class S3Options:
         if unknown:
             raise InvalidArgument(f"{url}: unknown storage_options {unknown}; known are {', '.join(fields)}")
         checked = S3Options(**options)
-        check_limits(checked.retries, checked.max_bytes_per_second, url)
+        check_retries(checked.retries, url)
         return checked
 
     def client(self) -> Any:
@@ -202,10 +200,6 @@ class Bucket:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_client": None}
-
-    @property
-    def throttle(self) -> Throttle:
-        return shared_throttle(self.options.max_bytes_per_second)
 
     def full(self, key: str) -> str:
         """Return the object's name in the bucket."""

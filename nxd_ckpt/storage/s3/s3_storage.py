@@ -105,8 +105,7 @@ class S3Reader:
                 begun = None
                 try:
                     reply = _uncopied(body)
-                    for memory in _memories(run, done, self._bucket.throttle.block):
-                        self._bucket.throttle.take(len(memory))
+                    for memory in _memories(run, done):
                         while len(memory):
                             count = reply.readinto(memory)
                             if not count:
@@ -156,7 +155,11 @@ def _uncopied(body: Any) -> Any:
     return reply if isinstance(reply, HTTPResponse) else body
 
 
-def _memories(run: ByteRun, begin: int, block: int) -> Iterator[memoryview]:
+_BLOCK = 2**20
+"""Bytes of which none counts as read if the connection breaks meanwhile."""
+
+
+def _memories(run: ByteRun, begin: int) -> Iterator[memoryview]:
     """Yield the memories for the bytes of ``run`` from ``begin`` on, a block at a time; bytes between are dropped."""
     position = begin
     for offset, buffer in [*run.ranges, (run.end, memoryview(b""))]:
@@ -166,9 +169,9 @@ def _memories(run: ByteRun, begin: int, block: int) -> Iterator[memoryview]:
             position += len(hole)
         buffer = buffer[position - offset :]
         while len(buffer):
-            yield buffer[:block]
-            position += len(buffer[:block])
-            buffer = buffer[block:]
+            yield buffer[:_BLOCK]
+            position += len(buffer[:_BLOCK])
+            buffer = buffer[_BLOCK:]
 
 
 _BATCH = 1000

@@ -19,7 +19,6 @@ from typing import Any
 from nxd_ckpt import effects
 from nxd_ckpt.effects import in_forked_children, logger
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket, ConditionFailed
-from nxd_ckpt.storage.transfer import Throttle
 from nxd_ckpt.storage.wrapper import pause_after
 
 try:
@@ -28,12 +27,15 @@ except ImportError:  # no wheel for this platform
     from zlib import crc32 as _crc32
 
 
+_BLOCK = 2**20
+"""Bytes that are sent at once: a timeout counts for all of them."""
+
+
 class Body:
     """Pieces of memory as one file. `read` returns views of the pieces."""
 
-    def __init__(self, views: Sequence[memoryview], throttle: Throttle) -> None:
+    def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
-        self._throttle = throttle
         self._nbytes = sum(map(len, views))
         self._position = 0
 
@@ -45,9 +47,8 @@ class Body:
         offset = self._position
         for view in self._views:
             if offset < len(view):
-                block = view[offset : offset + self._throttle.block]
+                block = view[offset : offset + _BLOCK]
                 self._position += len(block)
-                self._throttle.take(len(block))
                 return block
             offset -= len(view)
         return b""
@@ -83,7 +84,7 @@ def put_if(bucket: Bucket, key: str, views: Sequence[memoryview], token: str, **
                 "put_object",
                 key,
                 Key=bucket.full(key),
-                Body=Body(views, bucket.throttle),
+                Body=Body(views),
                 ContentLength=sum(map(len, views)),
                 ChecksumCRC32=crc32(views),
                 Metadata={TOKEN: token},
@@ -348,7 +349,7 @@ class S3Writer:
             Key=self._full,
             UploadId=self._upload_id,
             PartNumber=number,
-            Body=Body(views, self._bucket.throttle),
+            Body=Body(views),
             ContentLength=sum(map(len, views)),
             ChecksumCRC32=digest,
         )
