@@ -34,9 +34,8 @@ class Tier(Options):
         storage_options: options for opening a URL; by default the Checkpointer's.
         storage: a storage of your own to use instead of opening ``path`` (``docs/own-storage.md``).
         per_host: the directory is each host's own, on a disk that only its ranks see. Only for the first tier.
-        replicas: with ``per_host``, the number of hosts that have each file: with 2, no file is lost with one host.
-        replica_jump: distance in ranks from a rank to the rank whose host has the replica of its files; by default the
-            next host's.
+        replicas: with ``per_host``, the number of hosts that have each file, this and the next ones: with 2, no file is
+            lost with one host.
         interface: address or network interface on which a host serves its files to the other hosts; by default those by
             which the process group reaches it.
     """
@@ -50,7 +49,6 @@ class Tier(Options):
     storage: Storage | None = None
     per_host: bool = False
     replicas: Count = 1
-    replica_jump: Count | None = None
     interface: str | None = None
 
     @property
@@ -81,10 +79,10 @@ class Tier(Options):
     def __post_init__(self) -> None:
         """Raise InvalidArgument for contradictions, too."""
         super().__post_init__()
-        if not self.per_host and (self.replicas, self.replica_jump, self.interface) != (1, None, None):
+        if not self.per_host and (self.replicas, self.interface) != (1, None):
             raise InvalidArgument(
-                f"replicas=, replica_jump= and interface= of tier {self.name} are for per_host=True: a place that all "
-                "hosts share is on none of them"
+                f"replicas= and interface= of tier {self.name} are for per_host=True: a place that all hosts share is "
+                "on none of them"
             )
         if self.per_host and (is_url(self.path) or self.storage is not None):
             raise InvalidArgument(

@@ -25,12 +25,12 @@ def join(storage: HostsStorage, tier: Tier, agreement: Agreement, timeout: float
     """Make ``storage`` that of all hosts; every rank calls this. ``copy_out`` copies files of this host for others.
 
     Raises, on every rank:
-        InvalidArgument: more replicas than hosts, ``replica_jump`` leads to the same host, no such interface.
+        InvalidArgument: more replicas than hosts, no such interface.
         RanksDisagree: on the replicas.
         OSError: a host's directory cannot be written to, or its server cannot listen.
     """
     lowest = _lowest_that_shares(storage.own, agreement)
-    words = agreement.gather([lowest, tier.replicas, tier.replica_jump])
+    words = agreement.gather([lowest, tier.replicas])
     decided: list[Any] = decided_by_rank0(agreement, lambda: [secrets.token_hex(8), *_hosts_of(words or [], tier)])
     purpose, host_of, targets = decided
     secret = agreement.secret_for(f"hosts {purpose}")
@@ -85,33 +85,18 @@ def _ranks_in(own: Storage, mark: str) -> list[int]:
     return [int(name.removeprefix(mark)) for name in names]
 
 
-def _hosts_of(words: Sequence[Sequence[int | None]], tier: Tier) -> list[list[Any]]:
+def _hosts_of(words: Sequence[Sequence[int]], tier: Tier) -> list[list[Any]]:
     """Return the host of each rank, and for each rank the hosts with its files' replicas. Rank 0 is on host 0."""
-    for rank, (_, replicas, jump) in enumerate(words):
-        if (replicas, jump) != (tier.replicas, tier.replica_jump):
+    for rank, (_, replicas) in enumerate(words):
+        if replicas != tier.replicas:
             raise RanksDisagree(
-                f"rank 0 has replicas={tier.replicas}, replica_jump={tier.replica_jump}, rank {rank} "
-                f"replicas={replicas}, replica_jump={jump}; all ranks must pass the same tiers"
+                f"rank 0 has replicas={tier.replicas}, rank {rank} replicas={replicas}; all ranks must pass the same "
+                "tiers"
             )
-    hosts = sorted({int(lowest or 0) for lowest, *_ in words})
-    host_of = [hosts.index(int(lowest or 0)) for lowest, *_ in words]
-    return [host_of, [_targets(rank, host_of, tier) for rank in range(len(words))]]
-
-
-def _targets(rank: int, host_of: Sequence[int], tier: Tier) -> list[int]:
-    hosts = max(host_of) + 1
-    own = host_of[rank]
-    jump = tier.replica_jump
-    steps = range(1, tier.replicas)
-    if jump is None:
-        targets = [(own + step) % hosts for step in steps]
-    else:
-        targets = [host_of[(rank + step * jump) % len(host_of)] for step in steps]
-    if len({own, *targets}) < tier.replicas:
-        with_jump = "" if jump is None else f", replica_jump={jump}"
+    hosts = sorted({lowest for lowest, _ in words})
+    if len(hosts) < tier.replicas:
         raise InvalidArgument(
-            f"replicas={tier.replicas}{with_jump}: each file must be on as many hosts, but those of rank {rank} would "
-            f"be on {len({own, *targets})}, of {hosts} hosts in all; pass fewer, or the number of ranks per host as "
-            "replica_jump"
+            f"replicas={tier.replicas}: each file must be on as many hosts, of {len(hosts)} in all; pass fewer"
         )
-    return targets
+    host_of = [hosts.index(lowest) for lowest, _ in words]
+    return [host_of, [[(own + step) % len(hosts) for step in range(1, tier.replicas)] for own in host_of]]

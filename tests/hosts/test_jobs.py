@@ -54,7 +54,6 @@ def test_without_a_process_group_it_is_refused(tmp_path: Path) -> None:
         ({"replicas": 2}, "are for per_host=True"),
         ({"interface": "lo"}, "are for per_host=True"),
         ({"per_host": True, "replicas": 0}, "at least 1, found 0"),
-        ({"per_host": True, "replica_jump": True}, "at least 1 or None, found True"),
         ({"per_host": True, "path": "s3://bucket/run"}, "no URL"),
         ({"per_host": True, "storage": LocalStorage("x")}, "no URL or storage="),
     ],
@@ -77,13 +76,12 @@ def disagree(rank: int, path: Path, options: Sequence[dict[str, Any]]) -> list[s
 
 
 def test_replicas_must_be_possible_and_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """More than hosts, a jump to the own host, other numbers on other ranks, an interface that is not there."""
-    options: list[dict[str, Any]] = [{"replicas": 3}, {"replica_jump": 2}, {"only": 1}, {"interface": "nxd9"}]
+    """More than hosts, other numbers on other ranks, an interface that is not there."""
+    options: list[dict[str, Any]] = [{"replicas": 3}, {"only": 1}, {"interface": "nxd9"}]
     for found in Job(2, disagree, tmp_path, options, group=True).values():
-        more, jump, other, interface = found
+        more, other, interface = found
         assert "InvalidArgument" in more
-        assert "replicas=3: each file must be on as many hosts, but those of rank 0 would be on 2" in more
-        assert "replicas=2, replica_jump=2" in jump
+        assert "replicas=3: each file must be on as many hosts, of 2 in all" in more
         assert "RanksDisagree" in other
         assert "interface='nxd9'" in interface
 
