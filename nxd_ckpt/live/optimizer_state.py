@@ -17,7 +17,7 @@ from nxd_ckpt.formats.memory import allocated, fill, strided
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, MOMENTS, OPTIMIZER_NAME, STEP, is_rows, options_of
 from nxd_ckpt.formats.state import OptimizerForm, OptimizerSlot, State, StateTensor
 from nxd_ckpt.formats.strides import Stride, fitted, stored_stride, stride_of
-from nxd_ckpt.formats.tensors import Assembly, Path, dtype_name, form_of, is_tensor, map_tensors
+from nxd_ckpt.formats.tensors import Assembly, Path, dtype_name, form_of, is_tensor, iter_tensors, map_tensors
 from nxd_ckpt.live.dtensor import is_dtensor, like, local_of, model_of, placed_of, tell_autograd
 from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.parameters import (
@@ -181,8 +181,8 @@ class Slot:
 
     ``key`` is the tensor that its state belongs to and is shaped like: the ``parameter`` itself, or its ZeRO-1 shard,
     number ``shard`` of ``shards``. ``group`` is the param group of ``key``. In a load, ``placed`` has the mesh
-    positions of the entries that are, or become, DTensors; ``models`` has a model DTensor for those not shaped as
-    ``key``.
+    positions of the tensors that are, or become, DTensors, by entry and path in it; ``models`` has a model DTensor for
+    those not shaped as ``key``.
     """
 
     name: str
@@ -192,36 +192,45 @@ class Slot:
     spec: ParameterSpec | None
     shards: int = 1
     shard: int = 0
-    placed: dict[Any, Placed] = field(default_factory=dict, compare=False)
-    models: dict[Any, torch.Tensor] = field(default_factory=dict, compare=False)
+    placed: dict[Path, Placed] = field(default_factory=dict, compare=False)
+    models: dict[Path, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def place(self, saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
-        """Find the mesh positions of entries ``saved`` as whole tensors: as ``live`` ones, else as the parameter."""
+        """Find the mesh positions of tensors ``saved`` as whole ones: as ``live`` ones, else as the parameter."""
         self.placed.clear()
         self.models.clear()
-        for entry, value in saved.items():
-            model = live.get(entry, self.key if entry != STEP else None)
-            if not is_dtensor(model) or not is_tensor(value):
+        lives = dict(iter_tensors(live, torch.Tensor))
+        for path, value in iter_tensors(saved) if is_dtensor(self.key) else ():
+            entry = path[0]
+            own = lives.get(path)
+            model: Any = self.key if own is None and entry != STEP else own
+            if not is_dtensor(model):
                 continue
             shape = form_of(value)[1]
-            if entry not in live and entry not in ON_HOST and shape and shape != tuple(model.shape):
+            if own is None and entry not in ON_HOST and shape and shape != tuple(model.shape):
                 # Plain tensors of that kind were saved as rows: this one was a DTensor, of factored moments.
                 if is_rows(entry):
                     continue
                 cut = {dim for part in Assembly.of(value).fragments for dim, at in enumerate(part.target.offset) if at}
-                model = self.models[entry] = model_of(self.key, shape, sorted(cut))
+                model = self.models[path] = model_of(self.key, shape, sorted(cut))
             if shape == tuple(model.shape):
-                self.placed[entry] = placed_of(self.global_name(entry), model)
+                self.placed[path] = placed_of("/".join(map(str, (self.global_name(entry), *path[1:]))), model)
 
     @cached_property
     def is_row_major(self) -> bool:
         return is_row_major(local_of(self.key))
 
-    def as_placed(self, entry: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the loaded ``tensor`` in the form of a new entry: a DTensor if the entry is placed."""
-        if entry not in self.placed or is_rows(entry):
-            return tensor
-        return like(tensor, self.models.get(entry, self.key))
+    def as_placed(self, entry: Any, value: Any) -> Any:
+        """Return the loaded ``value`` in the form of a new entry, with a DTensor for each tensor that is placed."""
+        if not self.placed or is_rows(entry):
+            return value
+        path_of = {id(tensor): (entry, *path) for path, tensor in iter_tensors(value, torch.Tensor)}
+
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
+            path = path_of[id(tensor)]
+            return like(tensor, self.models.get(path, self.key)) if path in self.placed else tensor
+
+        return map_tensors(value, placed, torch.Tensor)
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
         """Describe the state entry at ``parts`` ("exp_avg", ...): cut like the parameter if shaped like it."""
@@ -464,7 +473,8 @@ class _ParameterState:
         elif is_tensor(value):
             self._make(entry, value, self.slot.key.device)
         else:
-            self.entries[entry] = materialise(value, self.read, self.slot.key.device, self.slot.key)
+            made = materialise(value, self.read, self.slot.key.device, self.slot.key)
+            self.entries[entry] = self.slot.as_placed(entry, made)
 
     def _fill_step(self, entry: Any, value: Any, live: Any) -> None:
         if isinstance(live, torch.Tensor):

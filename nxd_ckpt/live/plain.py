@@ -290,7 +290,7 @@ class PlainOptimizer(OptimizerAdapter):
         for index, slot in self._by_index(saved).items():
             entries = saved["state"].get(index, {})
             slot.place(entries, self._optimizer.state.get(slot.key, {}))
-            by_path |= {("state", index, entry): placed for entry, placed in slot.placed.items()}
+            by_path |= {("state", index, *path): placed for path, placed in slot.placed.items()}
             for entry in filter(is_rows, entries):
                 rows = placed_rows(slot.global_name(entry), slot.key, entries[entry])
                 by_path |= {("state", index, entry, *path): placed for path, placed in rows.items()}

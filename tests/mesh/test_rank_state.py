@@ -1,5 +1,6 @@
 """An optimizer's plain tensors of a rank's own shard come back to that rank, and to no other one."""
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,51 @@ def test_numbers_that_differ_between_ranks_come_back_to_them(
 ) -> None:
     """In any save and not only the first."""
     assert [[]] * 4 == gloo_ranks.run(kept_numbers, tmp_path, async_save)
+
+
+class Lists(torch.optim.SGD):
+    """Keeps moments in a list, and the last two gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            if not state:
+                state["moments"] = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+                state["last"] = deque(maxlen=2)
+            state["last"].append(grad.clone())
+            for moment, beta in zip(state["moments"], (0.5, 0.9), strict=True):
+                parameter.sub_(moment.mul_(beta).add_(grad).add_(state["last"][0]), alpha=0.01)
+
+
+def resumed_lists(rank: int, directory: Path, save: bool) -> list[Any]:
+    """The whole weights after three steps from the save, on this mesh, and what the moments are."""
+    model, _ = made((dist.get_world_size(),) if save else (2, 2))
+    optimizer = Lists(model.parameters(), lr=0.1)
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+
+    def train_on(some: list[torch.Tensor]) -> None:
+        for batch in some:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    with Checkpointer(directory) as checkpointer:
+        if save:
+            train_on(batches[:2])
+            checkpointer.save("t", model, optimizer)
+        else:
+            checkpointer.load("t", model, optimizer, prove=True)
+    train_on(batches[2:])
+    [parameter] = model.parameters()
+    state = optimizer.state[parameter]
+    kinds = [type(one).__name__ for one in (*state["moments"], *state["last"])]
+    whole: Any = parameter
+    return [whole.full_tensor().tolist(), kinds]
+
+
+def test_dtensors_in_lists_of_a_parameters_state(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """They come back as DTensors, cut for the mesh: as whole tensors they stopped the next step."""
+    saved = gloo_ranks.run(resumed_lists, tmp_path, True)
+    assert {"DTensor"} == {kind for _, kinds in saved for kind in kinds}
+    assert saved == gloo_ranks.run(resumed_lists, tmp_path, False)
