@@ -199,8 +199,10 @@ class Slot:
         """Find the mesh positions of tensors ``saved`` as whole ones: as ``live`` ones, else as the parameter."""
         self.placed.clear()
         self.models.clear()
+        if not any(map(is_dtensor, (self.key, *live.values()))):
+            return  # as without a mesh: quickly, for there may be many
         lives = dict(iter_tensors(live, torch.Tensor))
-        for path, value in iter_tensors(saved) if is_dtensor(self.key) else ():
+        for path, value in iter_tensors(saved):
             entry = path[0]
             own = lives.get(path)
             model: Any = self.key if own is None and entry != STEP else own
