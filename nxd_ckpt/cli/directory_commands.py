@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from time import sleep, strftime
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,7 @@ from nxd_ckpt.core.units import size
 from nxd_ckpt.examine.run_state import save_text
 
 if TYPE_CHECKING:
-    from nxd_ckpt.examine.run_state import StateLine
     from nxd_ckpt.output.locations import Location
-    from nxd_ckpt.storage.base import Storage
 
 _METRICS = 3
 """Column of the metrics: the first after what identifies a tag."""
@@ -115,85 +113,42 @@ def _watch(args: argparse.Namespace) -> int:
         raise argparse.ArgumentTypeError(f"--interval must be from 0 to {_LONGEST:.0f} seconds, found {args.interval}")
     before: dict[str, Any] | None = None
     while True:
-        now, state = _look(args.dir, args.storage_options, before is None, may_be_absent=not args.once)
+        now = _look(args.dir, args.storage_options, may_be_absent=not args.once)
         if args.json and now != before:
             print(json.dumps(now, allow_nan=False, indent=2 if args.once else None), flush=True)
         elif not args.json:
-            text.show(now, _first_lines(now, state) if before is None else _changes(before, now), as_json=False)
+            text.show(now, _first_lines(now) if before is None else _changes(before, now), as_json=False)
         if args.once:
             return 0
         before = now
         sleep(args.interval)
 
 
-def _look(
-    directory: str, options: Any, is_first: bool, may_be_absent: bool
-) -> tuple[dict[str, Any], list[StateLine]]:
-    """Return the document; at the first look, also from which tag the run can be resumed, and how old that is."""
+def _look(directory: str, options: Any, may_be_absent: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     from nxd_ckpt.commit.voting import saves_in_flight
-    from nxd_ckpt.examine.run_state import age_line, resume_line
     from nxd_ckpt.layouts.files import require_directory
     from nxd_ckpt.storage.urls import open_storage
     from nxd_ckpt.tag.listing import directory_document
 
     storage = open_storage(directory, storage_options=options)
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
-        return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}, []
+        return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
     require_directory(storage)
     saves = [asdict(save) for save in saves_in_flight(storage)]
     listed = directory_document(directory, options, only_look=True)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
-    state: list[StateLine | None] = []
-    if is_first:
-        unfit, looked_at = _unfit(storage, listed["tags"])
-        state = [resume_line(listed["tags"], unfit, looked_at, listed["note"]), age_line(listed["tags"], saves)]
-    now = {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
-    return now, [line for line in state if line is not None]
+    return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
 
 
-def _unfit(storage: Storage, tags: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[str]]:
-    """Return the newest complete tags that are none to resume from, each with the reason, down to one that may be.
-
-    And those whose values were looked at: by their statistics, if these are stored.
-    """
-    from nxd_ckpt.errors import CorruptCheckpoint, UnreadableFormat
-    from nxd_ckpt.examine.run_state import unsound
-    from nxd_ckpt.examine.stored_statistics import not_finite, read_statistics
-    from nxd_ckpt.tag.opened import open_complete_tag
-    from nxd_ckpt.tag.verify import lost_files
-
-    unfit: dict[str, str] = {}
-    looked_at: list[str] = []
-    for tag in reversed([tag["tag"] for tag in tags if tag["complete"]]):
-        try:
-            if lost_files(storage, tag) is not None:
-                unfit[tag] = "lost files"
-                continue
-            statistics = read_statistics(open_complete_tag(storage, tag))
-        except UnreadableFormat:
-            unfit[tag] = "cannot be read by this version"
-            continue
-        except CorruptCheckpoint:
-            unfit[tag] = "is damaged"
-            continue
-        if statistics is not None:
-            looked_at.append(tag)
-            unfit |= unsound({tag: not_finite(statistics)})
-        if tag not in unfit:
-            break
-    return unfit, looked_at
-
-
-def _first_lines(now: dict[str, Any], state: list[StateLine]) -> Iterator[str]:
+def _first_lines(now: dict[str, Any]) -> Iterator[str]:
     if not now["exists"]:
         yield f"{now['directory']}: there is no such directory yet; waiting for the first save"
         return
-    yield f"{now['directory']}: {units.count(len(now['tags']), 'complete tag')}"
-    for level, title, detail in state:
-        yield f"  {'' if level == 'good' else f'{level}: '}{title}: {detail}"
+    latest = f", the latest is {now['latest']}" if now["latest"] else ""
+    yield f"{now['directory']}: {units.count(len(now['tags']), 'complete tag')}{latest}"
     for save in now["saves"]:
         yield save_text(save)
     if not now["saves"]:

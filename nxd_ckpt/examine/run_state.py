@@ -1,4 +1,4 @@
-"""The state of a run in four lines: the head of a report, and the first lines of ``watch``. Pure."""
+"""The state of a run in four lines, the head of a report; and saves in flight. Pure."""
 
 from __future__ import annotations
 
