@@ -49,18 +49,17 @@ class OpenKeywords(TypedDict, total=False):
     storage_options: StorageOptions | None
 
 
-class LoadKeysKeywords(OpenKeywords, total=False):
-    pre_download: bool
-    work_dir: StrPath | None
-
-
 class PruneKeywords(TypedDict, total=False):
     dry_run: bool
     verify: bool | None
-    pinned_only: bool
     storage_options: StorageOptions | None
     timeout: Seconds
     progress: bool
+
+
+class LoadKeysKeywords(OpenKeywords, total=False):
+    pre_download: bool
+    work_dir: StrPath | None
 
 
 class CopyKeywords(TypedDict, total=False):

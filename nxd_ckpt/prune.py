@@ -61,19 +61,16 @@ def prune_checkpoints(path: StrPath, retain: Sequence[Rule] = (), **options: Unp
 
     Args:
         path: the checkpoint directory or URL.
-        retain: rules such as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``; none with ``pinned_only``.
+        retain: rules such as ``[Last(3), Every(1000), Best("loss", 3), Within(hours=2)]``.
 
     Raises:
         CheckpointNotFound: no such directory.
         DirectoryInUse: a live job saves there.
-        InvalidArgument: there are no rules, or one by a metric that no tag has; with ``pinned_only`` there are rules,
-            or no undamaged tag is pinned. Nothing was removed.
+        InvalidArgument: there are no rules, or one by a metric that no tag has. Nothing was removed.
     """
     chosen = options_of(PruneOptions, options)
-    if chosen.pinned_only and retain:
-        raise InvalidArgument("pinned_only=True leaves pinned tags only: pass it, or rules, not both")
-    rules = None if chosen.pinned_only else rules_of(None, retain)
-    if not rules and not chosen.pinned_only:
+    rules = rules_of(None, retain)
+    if not rules:
         raise InvalidArgument("prune_checkpoints() needs rules, such as [Last(3)]: without them all tags stay")
     storage = open_storage(path, storage_options=chosen.storage_options)
     require_directory(storage)
@@ -165,9 +162,9 @@ def remove_alone(
 
 
 class _Judge:
-    """The rules, or with None that pinned tags only stay, and the damage of tags; each save is read once."""
+    """The rules, and the damage of tags; each save is read once."""
 
-    def __init__(self, storage: Storage, rules: Sequence[Rule] | None, chosen: PruneOptions) -> None:
+    def __init__(self, storage: Storage, rules: Sequence[Rule], chosen: PruneOptions) -> None:
         self._storage = storage
         self._rules = rules
         self._progress = chosen.progress
@@ -190,22 +187,15 @@ class _Judge:
         return of_latest(True, lambda: self(settled_tags(self._storage)))
 
     def __call__(self, tags: Iterable[TagInfo]) -> retention.Judgement:
-        """Apply the rules.
-
-        Raises InvalidArgument for a rule by a metric that no tag has, and if no pinned tag is whole.
-        """
+        """Apply the rules. Raises InvalidArgument for a rule by a metric that no tag has."""
         storage = self._storage
-        rules = self._rules
-        looks = self._damage_of, self._damage_of_newest
-        if rules is None:
-            judged = retention.judge_pinned(storage, tags, *looks)
-            if len(judged.damaged) == len(judged.retention.kept):
-                raise InvalidArgument(
-                    f"{storage.url}: no undamaged tag is pinned, so none would be left to load: pin one"
-                )
-            return judged
         judged = retention.judge_tags(
-            storage, tags, rules, looks[0], damage_of_newest=looks[1], asks_of_all=self._reads_all
+            storage,
+            tags,
+            self._rules,
+            self._damage_of,
+            damage_of_newest=self._damage_of_newest,
+            asks_of_all=self._reads_all,
         )
         if judged.unknown_metrics:
             raise InvalidArgument(f"{storage.url}: {'; '.join(judged.unknown_metrics)}. Nothing was removed")

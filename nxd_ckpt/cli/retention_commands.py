@@ -22,9 +22,9 @@ _UNITS = {"d": "days", "h": "hours", "min": "minutes"}
 def _run(args: argparse.Namespace) -> int:
     from nxd_ckpt.prune import prune_checkpoints
 
-    if bool(args.retain) == args.pinned_only:
-        raise argparse.ArgumentTypeError("give rules, --last, --every, --best or --within, or else --pinned-only")
-    done = prune_checkpoints(args.dir, args.retain or (), **options_of(args, PruneOptions))
+    if not args.retain:
+        raise argparse.ArgumentTypeError("give rules: --last, --every, --best or --within")
+    done = prune_checkpoints(args.dir, args.retain, **options_of(args, PruneOptions))
     document = {
         "directory": done.directory,
         "kept": [{"tag": tag, "because": list(why)} for tag, why in done.kept.items()],

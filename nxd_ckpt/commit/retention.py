@@ -116,29 +116,6 @@ def _damage(storage: Storage, tags: Iterable[str], damage_of: DamageOf, unreadab
     return {tag: why for tag, why in zip(names, sentences, strict=True) if why is not None}
 
 
-def judge_pinned(
-    storage: Storage, tags: Iterable[TagInfo], damage_of: DamageOf, damage_of_newest: DamageOf | None = None
-) -> Judgement:
-    """Decide that of ``tags`` only the pinned ones stay, and not even the newest, unless it is pinned.
-
-    ``damage_of_newest`` is asked about the newest of them that is not damaged, if any tag goes.
-    """
-    ours = [info.tag for info in in_order(_ours(storage, tags))]
-    pins = pinned(storage)
-    unreadable = _unreadable(storage, (tag for tag in ours if tag not in pins))
-    kept = {tag: ("pinned",) if tag in pins else (unreadable[tag],) for tag in ours if tag in {*pins, *unreadable}}
-    surplus = tuple(tag for tag in ours if tag not in kept and is_checkpoint_of_ours_or_nxd(storage, tag))
-    damaged = _damage(storage, (tag for tag in kept if tag in pins), damage_of, unreadable)
-    if surplus and damage_of_newest is not None:
-        for tag in reversed(kept):
-            if tag not in damaged and tag not in unreadable:
-                losses = _damage(storage, [tag], damage_of_newest, unreadable)
-                if not losses:
-                    break
-                damaged |= losses
-    return Judgement(Retention(kept, surplus), (), damaged)
-
-
 def _unreadable(storage: Storage, tags: Iterable[str]) -> dict[str, str]:
     """Return why this version cannot read tags, by name. They may be all that another version's job has."""
     unreadable: dict[str, str] = {}

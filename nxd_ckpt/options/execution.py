@@ -112,8 +112,6 @@ class PruneOptions(Options):
     verify: bool | None = option(None, """read every tag that stays, if any goes, and do not count one whose bytes
         changed. By default so much is asked of the newest tag, or of the next one if that is damaged; False reads none.
         Of other tags, those that lost files, or have one of another size, are not counted.""")
-    pinned_only: bool = option(False, """in place of rules: keep the pinned tags only. The newest goes too, unless it is
-        pinned. Refused if no undamaged tag is pinned.""")
     storage_options: StorageOptions | None = option(None, "storage options for URLs, as in fsspec and s3fs.", repr=False
     )
     timeout: Seconds = option(DEFAULT_TIMEOUT, """seconds without a sign of life after which another job in the

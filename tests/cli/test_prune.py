@@ -44,17 +44,10 @@ def test_pinned_tags_stay(four: Path, run: Run) -> None:
     assert ["step_4"] == visible_tags(four)
 
 
-def test_pinned_tags_alone_stay(four: Path, run: Run) -> None:
-    """Without the newest, if it is not pinned; never is the directory emptied so. Beside rules it means nothing."""
-    refused = run("prune", four, "--pinned-only")
-    assert (1, True) == (refused.code, "no undamaged tag is pinned" in refused.err)
-    run("pin", four, "step_2")
-    for words in (["--pinned-only", "--last", "1"], []):
-        with pytest.raises(SystemExit, match="2"):
-            run("prune", four, *words)
+def test_rules_are_needed(four: Path, run: Run) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("prune", four)
     assert 4 == len(visible_tags(four))
-    assert {"tag": "step_2", "because": ["pinned"]} == run("prune", four, "--pinned-only", "--json").document["kept"][0]
-    assert ["step_2"] == visible_tags(four)
 
 
 def test_the_newest_tag_is_read_first(four: Path, run: Run) -> None:
@@ -74,9 +67,6 @@ def test_the_newest_tag_is_read_first(four: Path, run: Run) -> None:
     assert (1, ["step_2"]) == (done.code, done.document["removed"])
     assert (["step_3"], ["step_4"]) == (done.document["verified"], [*done.document["damaged"]])
     assert ["step_1", "step_3", "step_4"] == visible_tags(four)
-    run("pin", four, "step_4")
-    alone = run("prune", four, "--pinned-only", "--json").document
-    assert (["step_1"], ["step_3"]) == (alone["verified"], alone["removed"])
 
 
 def test_every_tag_that_stays_is_read_on_demand(tmp_path: Path, run: Run) -> None:
