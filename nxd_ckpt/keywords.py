@@ -63,7 +63,6 @@ class LoadKeysKeywords(OpenKeywords, total=False):
 
 
 class CopyKeywords(TypedDict, total=False):
-    hard_links: bool
     num_workers: Count
     max_bytes_per_second: Size | None
     timeout: Seconds

@@ -134,13 +134,14 @@ def _look(directory: str, options: Any, may_be_absent: bool) -> dict[str, Any]:
 
     storage = open_storage(directory, storage_options=options)
     if may_be_absent and not storage.is_dir("") and not storage.is_file(""):
-        return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False}
+        return {"directory": storage.url, "latest": None, "tags": {}, "saves": [], "exists": False, "note": None}
     require_directory(storage)
     saves = [asdict(save) for save in saves_in_flight(storage)]
     listed = directory_document(directory, options, only_look=True)
     complete = (tag for tag in listed["tags"] if tag["complete"])
     tags = {tag["tag"]: {name: tag[name] for name in ("order_time", "nbytes", "topology")} for tag in complete}
-    return {"directory": listed["directory"], "latest": listed["latest"], "tags": tags, "saves": saves, "exists": True}
+    about = {"directory": listed["directory"], "latest": listed["latest"], "note": listed["note"]}
+    return {**about, "tags": tags, "saves": saves, "exists": True}
 
 
 def _first_lines(now: dict[str, Any]) -> Iterator[str]:
@@ -149,6 +150,8 @@ def _first_lines(now: dict[str, Any]) -> Iterator[str]:
         return
     latest = f", the latest is {now['latest']}" if now["latest"] else ""
     yield f"{now['directory']}: {units.count(len(now['tags']), 'complete tag')}{latest}"
+    if now["note"]:
+        yield f"  {now['note']}"
     for save in now["saves"]:
         yield save_text(save)
     if not now["saves"]:

@@ -52,8 +52,6 @@ def _cp_lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"  the copy {_verb(document)} the tag {new_name!r} of {directory}"
     if document["dry_run"]:
         return
-    if document["linked"]:
-        yield f"  {units.count(document['linked'], 'file')} linked"
     if document["kept"]:
         kept = units.count(document["kept"], "file")
         yield f"  {kept} there already, and verified; {size(document['copied_nbytes'])} new"

@@ -29,7 +29,7 @@ from nxd_ckpt.tag.opened import OpenTag
 
 @dataclass(frozen=True)
 class Copy:
-    """The result of a copy: how many of the tag's ``files`` were ``copied``, ``linked``, or ``kept`` from before.
+    """The result of a copy: how many of the tag's ``files`` were ``copied``, or ``kept`` from before.
 
     The markers that make the tag visible do not count. ``copied_nbytes`` of all ``nbytes`` were written.
     """
@@ -39,7 +39,6 @@ class Copy:
     files: int
     nbytes: int
     copied: int = 0
-    linked: int = 0
     kept: int = 0
     copied_nbytes: int = 0
 
@@ -88,13 +87,12 @@ def copy_checkpoint(src: StrPath, dst: StrPath, **options: Unpack[CopyKeywords])
             ThreadPoolExecutor(chosen.num_workers, "nxd_ckpt-copy") as threads,
             opened.guarded(verified=True),
         ):
-            means = CopyMeans(threads, pace, hard_links=chosen.hard_links)
+            means = CopyMeans(threads, pace)
             results = copy_files(opened, files, publication, session, means)
     outcomes = zip(files, results, strict=True)
     done = replace(
         planned,
         copied=results.count(CopyResult.COPIED),
-        linked=results.count(CopyResult.LINKED),
         kept=results.count(CopyResult.KEPT),
         copied_nbytes=sum(file.nbytes for file, result in outcomes if result is CopyResult.COPIED),
     )

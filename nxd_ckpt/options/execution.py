@@ -93,8 +93,6 @@ class DownloadOptions(Options):
 class CopyOptions(OutputOptions):
     """Copy of a tag."""
 
-    hard_links: bool = option(False, """link files instead of copying them, within one file system, for tags of
-        nxd_ckpt whose files nobody modifies.""")
     num_workers: Count = option(4, "number of files that are copied at once.")
     max_bytes_per_second: Size | None = option(None, """bandwidth limit, as bytes or "20MB" (10^6 bytes each);
         existing files that are verified count too. Default: unlimited.""")

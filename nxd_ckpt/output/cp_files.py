@@ -23,7 +23,7 @@ from nxd_ckpt.formats.torch_zip import check_digest
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.storage.base import Replicated, Storage
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
-from nxd_ckpt.storage.transfer import CopyPace, Progress, StoredFile, copy, digest, link, require_equal, sync
+from nxd_ckpt.storage.transfer import CopyPace, Progress, StoredFile, copy, digest, require_equal, sync
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.union import changed_everywhere
 from nxd_ckpt.tag.verify import Digested, DigestsInside, files_of, guests_in
@@ -125,7 +125,6 @@ class CopyResult(Enum):
     """The way in which a file of a copy was made."""
 
     COPIED = "copied"
-    LINKED = "linked"
     KEPT = "kept"
 
 
@@ -193,14 +192,12 @@ def _foreign(files: TagFiles, inside: DigestsInside, file: str) -> TagFile:
 class CopyMeans:
     """The means of copies: each of the ``threads`` copies one file at a time, all of them within the ``pace``.
 
-    ``readers``, at least as many, read ahead for them; without readers each file has its own thread for that. With
-    ``hard_links`` files of ours are linked if possible, because they are never modified in place.
+    ``readers``, at least as many, read ahead for them; without readers each file has its own thread for that.
     """
 
     threads: Executor
     pace: CopyPace
     readers: Executor | None = None
-    hard_links: bool = False
 
 
 class FileCopy:
@@ -223,7 +220,6 @@ class FileCopy:
         self._opened = opened
         self._target = target
         self._folder = folder
-        self._hard_links = means.hard_links and opened.manifest is not None
         self._progress = means.pace.moved
         self._readers = means.readers
         self._confirm = confirm
@@ -240,7 +236,7 @@ class FileCopy:
         self._target.remove_if(f"{self._folder}/{name}", self._confirm)
 
     def copy(self, file: TagFile) -> CopyResult:
-        """Copy or link the file, durably, and compare its digests. A file that is there already is checked.
+        """Copy the file, durably, and compare its digests. A file that is there already is checked.
 
         Raises:
             PartNotFound, MalformedFile, DigestMismatch: the file is missing, or changed since the tag was saved.
@@ -261,9 +257,6 @@ class FileCopy:
         hosts = self._hosts
         if hosts is not None and hosts.copy(file, self._target, self._folder, self._progress, self._confirm):
             return CopyResult.COPIED
-        if self._hard_links and file.entry is not None and link(source, target):
-            _require_entry(file, digest(target, self._progress, self._readers), source.where)
-            return CopyResult.LINKED
         with self._own_turn:
             try:
                 self._copy(file, source, target)

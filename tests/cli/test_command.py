@@ -195,7 +195,7 @@ print("torch" in sys.modules)
         (["verify", "run", "--qiet"], "unrecognized arguments: '--qiet' (did you mean '--quiet'?)", "verify run1"),
         (["verify", "--tag", "t", "run"], "'--tag' (did you mean 'DIR TAG'?)", "verify run1"),
         (["diff", "run", "a", "b"], "unrecognized arguments: 'b'", "diff run1/step_200 run1/step_300"),
-        (["prune", "run"], "error: give rules, ", "prune run1 --last 3"),
+        (["prune", "run"], "error: give rules: ", "prune run1 --last 3"),
         (["prune", "run", "--keep", "1"], "did you mean '--last'?", "prune run1 --last 3"),
         (["list"], "the following arguments are required: DIR", "list run1"),
         (["list", "a", "--jso"], "unrecognized arguments: '--jso' (did you mean '--json'?)", "list run1"),

@@ -43,11 +43,6 @@ def test_a_directory_of_copies_is_no_name_of_one(run: Run, examples: Path, tmp_p
     assert f"such as {mirror}/zero1" in run("convert", "--to", "tag", examples / "zero1", mirror, "--dp", "1").err
 
 
-def test_links_are_made_where_asked(run: Run, examples: Path, tmp_path: Path) -> None:
-    linked = run("cp", examples / "zero1", tmp_path / "zero1", "--hard-links", "--json").document
-    assert (linked["files"], 0) == (linked["linked"], linked["copied_nbytes"])
-
-
 @pytest.mark.parametrize("tag", ["z_plain", "zero1", "cut"])
 def test_a_store_is_looked_at_as_a_directory(run: Run, examples: Path, store: str, tmp_path: Path, tag: str) -> None:
     """A tag that was copied there is listed, inspected and verified with the same outcome, and copied back."""

@@ -169,21 +169,6 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "output").exists()
 
 
-def test_hard_links_take_no_space(tmp_path: Path) -> None:
-    """Within a file system, if asked; they are verified all the same. Files of neuronx_distributed's never are."""
-    source = save_example(tmp_path / "input", 2)
-    copied = copy_checkpoint(source, tmp_path / "output" / "copy", hard_links=True)
-    assert (copied.files, 0) == (copied.linked, copied.copied_nbytes)
-    assert shard(source, 0).samefile(shard(tmp_path / "output" / "copy", 0))
-    flip(shard(source, 0))
-    with pytest.raises(DigestMismatch, match="dp_rank_00"):
-        copy_checkpoint(source, tmp_path / "output" / "second", hard_links=True)
-    flip(shard(source, 0))
-    (source / "manifest.json").unlink()
-    shutil.rmtree(source / "index")
-    assert 0 == copy_checkpoint(source, tmp_path / "output" / "third", hard_links=True).linked
-
-
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     """It says what there is to copy, and meets the same refusals."""
     source = save_example(tmp_path / "input", 2)
