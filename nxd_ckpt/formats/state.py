@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,13 +54,14 @@ class State:
     this rank's parts of DTensors; ``is_placed`` is True if there are such. ``describe`` describes every tensor of it,
     see `tensors`: only on demand, because that takes longer than copying a small one, and the next save mostly knows it
     already. ``cache_key`` is everything that ``describe`` depends on besides the tree: equal trees and keys have equal
-    descriptions.
+    descriptions. ``of_rank`` are paths of what this rank alone has.
     """
 
     tree: dict[str, Any]
     describe: Callable[[], dict[Path, StateTensor]]
     cache_key: Any = None
     is_placed: bool = False
+    of_rank: frozenset[Path] = frozenset()
 
     @cached_property
     def tensors(self) -> dict[Path, StateTensor]:
@@ -127,7 +128,8 @@ class SaveState:
 
     Without ``lower_precision_weights``, weights that the optimizer's master weights represent are left out, if NxD
     would leave them out too: only then can it load the rest. If it ``is_of_rank``, no tensors of model and optimizer
-    are copies of other ranks'.
+    are copies of other ranks'. ``own`` is state of the optimizer that this rank alone has, and its tree lacks: path and
+    value by name.
     """
 
     model: ModelState | None = None
@@ -141,6 +143,7 @@ class SaveState:
     lower_precision_weights: bool = True
     left_out: Sequence[str] = ()
     is_of_rank: bool = False
+    own: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
 
     @property
     def is_placed(self) -> bool:

@@ -19,13 +19,15 @@ class LiveState:
     """A state ``tree`` of live containers and tensors, which changes as they do.
 
     ``describe`` describes one tensor, by its path; ``cache_key`` is what that depends on besides the tree. ``stride``
-    returns the strides of a tensor that a load would make with others.
+    returns the strides of a tensor that a load would make with others. ``of_rank`` are paths of what this rank alone
+    has.
     """
 
     tree: dict[str, Any]
     describe: Callable[[Path, torch.Tensor], StateTensor]
     cache_key: Any
     stride: Callable[[Path, torch.Tensor], Stride | None]
+    of_rank: frozenset[Path] = frozenset()
 
     def described(self, path: Path, tensor: torch.Tensor) -> StateTensor:
         """Return the description of a tensor, as `State` has it. Raises UnsupportedState as a save does."""
@@ -42,7 +44,8 @@ class LiveState:
                 return {path: self.describe(path, leaf) for path, leaf in leaves}
             return {path: frozen.placed(self.describe(path, frozen.live(leaf)), leaf) for path, leaf in leaves}
 
-        return State(frozen.tree, described, (self.cache_key, frozen.cache_key()), frozen.is_placed)
+        cache_key = self.cache_key, frozen.cache_key()
+        return State(frozen.tree, described, cache_key, frozen.is_placed, self.of_rank)
 
 
 class Frozen:

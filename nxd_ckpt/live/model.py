@@ -87,7 +87,7 @@ class ModelAdapter:
 
         traits = [traits_of(tensor) for tensor in tensors.values()]
         cache_key = tp, traits, self.layer_cuts(tp), ties, frozen.cache_key()
-        state = ModelState(frozen.tree, describe, cache_key, frozen.is_placed, specify)
+        state = ModelState(frozen.tree, describe, cache_key, frozen.is_placed, specify=specify)
         return state
 
     def kept(self) -> dict[str, str]:

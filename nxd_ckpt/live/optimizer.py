@@ -5,7 +5,7 @@ torch loads another class's state, and fails or drifts later. Each class's entri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -219,9 +219,11 @@ class NamedOptimizers(OptimizerAdapter):
         states = {name: adapter.live_state() for name, adapter in self._adapters.items()}
         origins: dict[Path, tuple[LiveState, Path]] = {}
         tree: dict[str, Any] = {"param_groups": []}
+        of_rank: set[Path] = set()
         indices = 0
         for name, state in states.items():
             first = indices, len(tree["param_groups"])
+            of_rank |= {_joint(name, path, first) for path in state.of_rank}
             origins |= {_joint(name, own, first): (state, own) for own in _tops(state.tree)}
             for group in state.tree["param_groups"]:
                 own = {**group, "params": [index + first[0] for index in group["params"]], OPTIMIZER_NAME: name}
@@ -248,7 +250,7 @@ class NamedOptimizers(OptimizerAdapter):
             return state.stride(own, tensor)
 
         cache_key = [(name, state.cache_key) for name, state in states.items()]
-        return LiveState(tree, describe, cache_key, stride)
+        return LiveState(tree, describe, cache_key, stride, frozenset(of_rank))
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         for name, part in self._parts(saved).items():
@@ -259,10 +261,10 @@ class NamedOptimizers(OptimizerAdapter):
             except OptimizerMismatch as error:
                 raise OptimizerMismatch(f"optimizer[{name!r}]: {str(error).removeprefix('optimizer: ')}") from error
 
-    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+    def placed(self, saved: Mapping[str, Any], plain: Collection[str] = ()) -> dict[Path, Placed]:
         positions: dict[Path, Placed] = {}
         for name, part in self._parts(saved).items():
-            for (section, key, *rest), placed in self._adapters[name].placed(part.tree).items():
+            for (section, key, *rest), placed in self._adapters[name].placed(part.tree, plain).items():
                 own = f"{name}.{key}" if isinstance(key, str) else part.indices[key]
                 path = section, own, *rest
                 positions[path] = placed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -124,10 +124,11 @@ class OptimizerAdapter(Protocol):
         """Use these names of the parameters, by index, if there are no others, as in a dict."""
         return
 
-    def placed(self, saved: Mapping[str, Any]) -> Mapping[Path, Placed]:
+    def placed(self, saved: Mapping[str, Any], plain: Collection[str] = ()) -> Mapping[Path, Placed]:
         """Return the mesh positions of those of ``saved``'s tensors, by path, that are loaded into DTensors.
 
-        `load` takes this rank's part of each instead. Raises UnsupportedState for a DTensor that is not cut into boxes.
+        ``plain`` are global names of entries that were no DTensors beside a parameter that was one. `load` takes this
+        rank's part of each placed tensor instead. Raises UnsupportedState for a DTensor that is not cut into boxes.
         """
         return {}
 
@@ -195,8 +196,11 @@ class Slot:
     placed: dict[Path, Placed] = field(default_factory=dict, compare=False)
     models: dict[Path, torch.Tensor] = field(default_factory=dict, compare=False)
 
-    def place(self, saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
-        """Find the mesh positions of tensors ``saved`` as whole ones: as ``live`` ones, else as the parameter."""
+    def place(self, saved: Mapping[Any, Any], live: Mapping[Any, Any], plain: Collection[str]) -> None:
+        """Find the mesh positions of tensors ``saved`` as whole ones: as ``live`` ones, else as the parameter.
+
+        ``plain`` are global names of those that are not as the parameter.
+        """
         self.placed.clear()
         self.models.clear()
         if not any(map(is_dtensor, (self.key, *live.values()))):
@@ -205,12 +209,13 @@ class Slot:
         for path, value in iter_tensors(saved):
             entry = path[0]
             own = lives.get(path)
-            model: Any = self.key if own is None and entry != STEP else own
+            is_as_parameter = entry != STEP and not (plain and "/".join(map(str, ("optim", self.name, *path))) in plain)
+            model: Any = self.key if own is None and is_as_parameter else own
             if not is_dtensor(model):
                 continue
             shape = form_of(value)[1]
             if own is None and entry not in ON_HOST and shape and shape != tuple(model.shape):
-                # Plain tensors of that kind were saved as rows: this one was a DTensor, of factored moments.
+                # Plain tensors of that kind are a rank's own, or rows: this one was a DTensor, of factored moments.
                 if is_rows(entry):
                     continue
                 cut = {dim for part in Assembly.of(value).fragments for dim, at in enumerate(part.target.offset) if at}

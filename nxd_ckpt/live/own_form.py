@@ -7,7 +7,7 @@ own ``load_state_dict``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -120,7 +120,7 @@ class OwnFormOptimizer(OptimizerAdapter):
                 f"{type(self._optimizer).__name__} has a form of its own; build the optimizer as when it was saved"
             )
 
-    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+    def placed(self, saved: Mapping[str, Any], plain: Collection[str] = ()) -> dict[Path, Placed]:
         self._models = self._models_for(saved)
         return {path: placed_of(_NAME, model) for path, model in self._models.items()}
 

@@ -11,8 +11,9 @@ ranks it is one of the optimizer's parameters, so here it counts as one too, wit
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -215,7 +216,8 @@ class PlainOptimizer(OptimizerAdapter):
             )
         if self._params is not None:
             state = with_empty_state(state, self._params, self._held)
-        return state_by_slots(self._with_rows(self._with_values(state)), slot_at, cache_key)
+        live = state_by_slots(self._with_values(state), slot_at, cache_key)
+        return replace(live, of_rank=self._of_rank(live.tree["state"]))
 
     def _is_beside(self, slot: Slot) -> bool:
         """Return whether a parameter is known not to be the model's."""
@@ -232,20 +234,16 @@ class PlainOptimizer(OptimizerAdapter):
         own = {index: {**state["state"].get(index, {}), **value} for index, value in values.items()}
         return {**state, "state": {**state["state"], **own}} if own else state
 
-    def _with_rows(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dict with rank-specific values as this rank's row of all ranks' values."""
-        if not any(is_dtensor(slot.key) for slot in self._slots):
-            return state
-        rows = dict(state["state"])
-        for index, slot in enumerate(self._slots):
-            own = [entry for entry, value in rows.get(index, {}).items() if is_of_rank(slot.key, entry, value)]
-            if own:
-                entries = dict(rows[index])
-                as_rows = partial(as_row, parameter=slot.key)
-                for entry in own:
-                    entries[row_name(slot.key, entry)] = map_tensors(entries.pop(entry), as_rows, torch.Tensor)
-                rows[index] = entries
-        return {**state, "state": rows}
+    def _of_rank(self, state: Mapping[Any, Any]) -> frozenset[Path]:
+        """Return the paths of entries that this rank alone has."""
+        slots = enumerate(self._slots if any(is_dtensor(slot.key) for slot in self._slots) else ())
+        entries = ((index, slot.key, state.get(index, {})) for index, slot in slots)
+        return frozenset(
+            ("state", index, entry)
+            for index, parameter, own in entries
+            for entry, value in own.items()
+            if is_of_rank(parameter, entry, value)
+        )
 
     def validate(self, saved: Mapping[str, Any]) -> None:
         if "base_state" in saved or "state" not in saved:
@@ -285,11 +283,11 @@ class PlainOptimizer(OptimizerAdapter):
             )
         check_form(slot, VALUE, entries[VALUE], slot.parameter)
 
-    def placed(self, saved: Mapping[str, Any]) -> dict[Path, Placed]:
+    def placed(self, saved: Mapping[str, Any], plain: Collection[str] = ()) -> dict[Path, Placed]:
         by_path: dict[Path, Placed] = {}
         for index, slot in self._by_index(saved).items():
             entries = saved["state"].get(index, {})
-            slot.place(entries, self._optimizer.state.get(slot.key, {}))
+            slot.place(entries, self._optimizer.state.get(slot.key, {}), plain)
             by_path |= {("state", index, *path): placed for path, placed in slot.placed.items()}
             for entry in filter(is_rows, entries):
                 rows = placed_rows(slot.global_name(entry), slot.key, entries[entry])

@@ -205,6 +205,10 @@ def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = (
     ``tree`` itself does not change, and containers keep their types.
     """
     above = {path[:length] for path in (*values, *absent) for length in range(len(path))}
+    below: dict[Path, dict[Any, Any]] = {}
+    for path in values:
+        for length, key in enumerate(path):
+            below.setdefault(path[:length], {})[key] = {}
 
     def walk(node: Any, path: Path) -> Any:
         if path in values:
@@ -219,8 +223,7 @@ def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = (
             for key, child in children.items():
                 new[key] = walk(child, (*path, key))
             return new
-        further = {at[-1]: None for at in values if at[:-1] == path}
-        present = {**children, **further}
+        present = {**children, **{key: new for key, new in below.get(path, {}).items() if key not in children}}
         items = new if isinstance(node, dict) else vars(new)
         items.clear()
         for key in present:

@@ -214,7 +214,7 @@ class LoadPlanner:
             trees.optimizer_tree = self._exact.put_into(self._filtered(tree, optimizer))
             optimizer.validate(trees.optimizer_tree)
             trees.names_by_index = self._names_by_index(optimizer)
-            trees.optimizer_placed = optimizer.placed(trees.optimizer_tree)
+            trees.optimizer_placed = optimizer.placed(trees.optimizer_tree, self._plain_entries())
             trees.optimizer_tree = local_tree(trees.optimizer_tree, trees.optimizer_placed)
         trees.take_own()
         if model is not None:
@@ -306,6 +306,11 @@ class LoadPlanner:
                 f"optimizer: {self._opened.where} does not record which parameters its entries belong to, and their "
                 "positions are ambiguous because key_mapping= exchanges live names; pass saved_param_names="
             )
+
+    def _plain_entries(self) -> set[str]:
+        opened = self._opened
+        entries = () if opened.mesh is None else opened.mesh.plain_entries()
+        return {f"optim/{opened.live_name(parameter)}/{entry}" for parameter, entry in entries}
 
     def _filtered(self, tree: dict[str, Any], optimizer: OptimizerAdapter) -> dict[str, Any]:
         """Return an optimizer's tree without the state that is left out."""

@@ -32,6 +32,7 @@ from nxd_ckpt.formats.tensors import (
     form_of,
     itemsize,
     iter_leaves,
+    map_tensors,
 )
 from nxd_ckpt.live.dtensor import local_of
 from nxd_ckpt.live.frozen import LiveState
@@ -40,6 +41,7 @@ from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named import NamedObjects, state_of
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
+from nxd_ckpt.live.plain import name_of_rows
 from nxd_ckpt.live.state_names import SECTIONS, entries_beside, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
 from nxd_ckpt.loading.comparison import Comparison, Digests, recorded_digest
@@ -317,6 +319,7 @@ class Proof(Comparison):
         by_user = optimizer.passes_user_code
         if saved and not optimizer.is_filled:
             saved = _as_live(saved, state.tree)
+            state = replace(state, tree=_with_rows(state.tree, saved))
         if saved:
             self._compare_entries(optimizer, state, saved, by_user)
         if self._trees.names or saved:
@@ -486,6 +489,19 @@ def _at(tree: Any, path: Path) -> Any:
         else:
             tree = tree[key] if isinstance(tree, list) and key < len(tree) else ABSENT
     return tree
+
+
+def _with_rows(live: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``live`` state dict with the rows that older tags have in place of a rank's own plain tensors."""
+    state = {}
+    for index, entries in saved.get("state", {}).items():
+        rows = [entry for entry in entries if is_rows(entry)] if isinstance(entries, dict) else []
+        if rows:
+            now = state[index] = dict(live["state"].get(index, {}))
+            for entry in rows:
+                own = now.pop(name_of_rows(entry), ABSENT)
+                now[entry] = map_tensors(own, lambda tensor: tensor.unsqueeze(0), torch.Tensor)
+    return {**live, "state": {**live["state"], **state}} if state else live
 
 
 def _as_live(tree: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:

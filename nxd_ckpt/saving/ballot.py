@@ -305,6 +305,7 @@ class Ballot:
                 raise SaveFailed("rank 0 staged nothing")
             votes = list(self._after_appeal(votes))
             per_rank = tuple(sorted({name for vote in votes for name in vote.per_rank}))
+            self._know(per_rank)
             has_content = any(vote.rank_content for vote in votes)
             parts = replace(self._attempt.plan.parts, rank_content=has_content)
             request = self._request(replace(self._attempt.plan, parts=parts), voted, per_rank)

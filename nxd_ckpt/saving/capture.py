@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, flat_parameters
 from nxd_ckpt.live.parameters import is_short, refuse_fake_mode, refuse_unsupported
-from nxd_ckpt.live.state_names import state_entries, without
+from nxd_ckpt.live.state_names import key_text, leaf_name, replaced, state_entries, without
 from nxd_ckpt.reshard.resharding import check_partitions, checked_partitions
 from nxd_ckpt.saving.options import SaveOptions
 
@@ -161,7 +161,29 @@ def capture(
             check_picklable_as_data(getattr(captured, what), what)
         _check_values(captured)
     _refuse_valueless(captured)
-    return captured
+    return _with_own_apart(captured)
+
+
+def _with_own_apart(state: SaveState) -> SaveState:
+    """Return the state with what this rank alone has apart from the tree of the optimizer."""
+    optimizer = state.optimizer
+    if optimizer is None or not optimizer.of_rank:
+        return state
+    saved = optimizer.tree["state"]
+    own = {path: saved[path[1]][path[2]] for path in optimizer.of_rank if path[2] in saved.get(path[1], {})}
+    emptied = [("state", index) for index, entries in saved.items() if entries and _are_all(own, index, entries)]
+    rest = replace(
+        optimizer,
+        tree=replaced(optimizer.tree, {}, [*own, *emptied]),
+        describe=lambda: {path: about for path, about in optimizer.tensors.items() if path[:3] not in own},
+    )
+    names = state.optimizer_names
+    named = {leaf_name("optimizer", path, names, key_text): (path, value) for path, value in own.items()}
+    return replace(state, optimizer=rest, own=named)
+
+
+def _are_all(own: Collection[Path], index: Any, entries: Any) -> bool:
+    return isinstance(entries, dict) and all(("state", index, entry) in own for entry in entries)
 
 
 def _without_ignored(

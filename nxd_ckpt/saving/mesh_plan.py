@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 from nxd_ckpt.core import document, names
@@ -19,6 +20,7 @@ from nxd_ckpt.formats.state import State, StateTensor
 from nxd_ckpt.formats.tensors import form_of, iter_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import described_layout
+from nxd_ckpt.live.state_names import is_in
 from nxd_ckpt.saving.planned_file import NamedLeaf, PlannedFile, file_of
 from nxd_ckpt.saving.replicas import Replica
 
@@ -55,7 +57,7 @@ class MeshPlan:
     group: MeshGroup
     rank: int
     members: tuple[int, ...] | None = None
-    _layouts: dict[Any, tuple[int, Layout]] = field(default_factory=dict)
+    _layouts: dict[Any, Layout] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> dict[str, list[LocalTensor]]:
@@ -74,13 +76,19 @@ class MeshPlan:
             for tensor, replica in zip(local, replicas, strict=True):
                 number = self._numbers[id(tensor.placed.layout)]
                 dtype = form_of(tensor.leaf)[0]
-                tensors.append(WholeTensor(tensor.about.name, dtype, tensor.placed.shape, number, replica))
-        return MeshRecord(tuple(layout for _, layout in self._layouts.values()), tuple(tensors))
+                writes = 0 if may_differ(tensor.about) else replica
+                tensors.append(WholeTensor(tensor.about.name, dtype, tensor.placed.shape, number, writes))
+        return MeshRecord(self._ordered_layouts, tuple(tensors))
 
     @property
     def digest(self) -> str:
-        """Equal on ranks with the same record."""
-        return sha256(document.plain(self.record.to_json()).encode()).hexdigest()[:32]
+        """Equal on ranks with the same record, apart from tensors that may differ."""
+        about = chain.from_iterable(self.tensors.values())
+        tensors = zip(self.record.tensors, about, strict=True)
+        alike = tuple(whole for whole, tensor in tensors if not may_differ(tensor.about))
+        placed = tuple(layout for key, layout in self._layouts.items() if key is not None)
+        record = MeshRecord(placed, alike)
+        return sha256(document.plain(record.to_json()).encode()).hexdigest()[:32]
 
     @property
     def leads(self) -> bool:
@@ -108,7 +116,7 @@ class MeshPlan:
                 if layout.replicas > 1 and tensor.placed.pieces:
                     own = tensor.about.placed
                     mesh = None if own is None else described_layout(own.layout)
-                    what = f"{part} {self._numbers[id(layout)]}"
+                    what = part if own is None else f"{part} {self._numbers[id(layout)]}"
                     name = tensor.about.name
                     writes = layout.rank_of(at, whole.replica)
                     yield Replica.of(part, number, name, tensor.leaf, writes, what, mesh=mesh)
@@ -128,12 +136,18 @@ class MeshPlan:
 
     def _cached_layout(self, key: Any, make: Callable[[], Layout]) -> Layout:
         if key not in self._layouts:
-            self._layouts[key] = len(self._layouts), make()
-        return self._layouts[key][1]
+            self._layouts[key] = make()
+        return self._layouts[key]
+
+    @cached_property
+    def _ordered_layouts(self) -> tuple[Layout, ...]:
+        """The layouts, last that of plain tensors, which not all ranks need have."""
+        placed = [layout for key, layout in self._layouts.items() if key is not None]
+        return (*placed, *(layout for key, layout in self._layouts.items() if key is None))
 
     @cached_property
     def _numbers(self) -> dict[int, int]:
-        return {id(layout): number for number, layout in self._layouts.values()}
+        return {id(layout): number for number, layout in enumerate(self._ordered_layouts)}
 
     def _on_group(self, name: str, placed: Placed) -> Layout:
         layout = self.group.layout(mesh_among(self.members, name, placed.layout.mesh), placed.layout.placements)
@@ -144,6 +158,11 @@ class MeshPlan:
                 "not known: save it with a Checkpointer of its own"
             )
         return layout
+
+
+def may_differ(about: StateTensor) -> bool:
+    """Return whether ranks of a mesh may hold other ones of such tensors: the plain ones of an optimizer."""
+    return about.placed is None and is_in("optimizer", about.name)
 
 
 def mesh_among(members: tuple[int, ...] | None, name: str, mesh: Mesh) -> Mesh:

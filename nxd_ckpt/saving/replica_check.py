@@ -22,7 +22,7 @@ from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.formats.tensors import form_of, iter_tensors
 from nxd_ckpt.live import torch_xla
-from nxd_ckpt.saving.mesh_plan import mesh_among
+from nxd_ckpt.saving.mesh_plan import may_differ, mesh_among
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.save_planner import Planner
 
@@ -108,6 +108,7 @@ class MeshSummary:
     def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:
         self.state: SaveState = state
         self.lines: _Lines = {}
+        self._alike: _Lines = {}
         self._meshes: list[tuple[Mesh, tuple[int, ...]]] = []
         for part in state.trees().values():
             for path, leaf in iter_tensors(part.tree):
@@ -122,11 +123,13 @@ class MeshSummary:
                         self._meshes.append(mesh)
                     line = [dtype, list(about.placed.shape), placements, self._meshes.index(mesh)]
                 self.lines[about.name] = line
+                if not may_differ(about):
+                    self._alike[about.name] = line
 
     @property
     def summary(self) -> list[Any]:
         """True if there are DTensors, and a RankStructure."""
-        structure = sha256(repr(self.lines).encode()).hexdigest()[:32]
+        structure = sha256(repr(self._alike).encode()).hexdigest()[:32]
         return [self.state.is_placed, RankStructure(structure, [_place(*mesh) for mesh in self._meshes])]
 
 

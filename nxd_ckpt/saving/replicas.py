@@ -108,6 +108,10 @@ class Values:
         groups = groups_of(self.tree, self.parameters or ()) if self.part == "optimizer" else {}
         return digests | {f"optim/{name}{_GROUP}": crc32(first.encode()) for name, first in groups.items()}
 
+    def is_plain(self, container: Container) -> bool:
+        """Return whether the container has only tensors that other ranks may have in another form, or not."""
+        return all(id(tensor) in self._forms for _, tensor in iter_tensors(container.tree, torch.Tensor))
+
     def _about(self, value: Any) -> Any:
         """Return plain data; of a container the forms of its tensors, and its keys if these have no names."""
         if not isinstance(value, Container):
@@ -150,20 +154,27 @@ class Own:
     def names(self) -> list[str]:
         return sorted({*self.leaves, *self.absent, *self.lost})
 
-    def keep(self, copy: Replica, tensor: torch.Tensor | None) -> None:
-        """Keep a tensor; None if it is gone."""
+    def keep(self, copy: Replica, tensor: torch.Tensor | None, path: Path | None = None) -> None:
+        """Keep a tensor; None if it is gone. It has a ``path`` in a container that another rank may have without it."""
         if tensor is None:
             self.lost.append(copy.name)
             return
         self.leaves[copy.name] = tensor
+        if path is not None:
+            self.paths[copy.name] = list(path)
         if copy.mesh is not None:
             self.meshes[copy.name] = copy.mesh
 
     def keep_values(self, values: Values, names: Iterable[str], own_value: Callable[[Any], Any]) -> None:
-        """Keep the values of these names, also that some are not there; of containers the ``own_value`` of tensors."""
+        """Keep the values of these names, also that some are not there; of containers the ``own_value`` of tensors.
+
+        A container with tensors that all ranks have stays: those that differ are kept one by one.
+        """
         for name in names:
             if name in values.by_name:
                 path, value = values.by_name[name]
+                if isinstance(value, Container) and not values.is_plain(value):
+                    continue
                 own = map_tensors(value.tree, own_value) if isinstance(value, Container) else value
                 self.leaves[name] = own
                 self.paths[name] = list(path)
@@ -197,6 +208,7 @@ class Replicas:
         values: the other values of each part.
         known: names of what ranks save for themselves. A job has one set of them, which grows.
         whole: compare all of each tensor.
+        of_rank: path and value of what only this rank has, by name.
         stays: the state is not changed before the save ends.
     """
 
@@ -207,6 +219,7 @@ class Replicas:
     values: Sequence[Values]
     known: set[str]
     whole: bool
+    of_rank: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
     stays: bool = False
     _staged: dict[int, memoryview] = field(default_factory=dict)
     _blocks: dict[int, list[int]] = field(default_factory=dict)
@@ -216,12 +229,16 @@ class Replicas:
     def own(self) -> Own:
         """The content that was known before this save to be this rank's own."""
         own = Own()
+        for name, (path, value) in self.of_rank.items():
+            own.leaves[name] = value
+            own.paths[name] = list(path)
         for copy in self.copies if self.known else ():
             if copy.name in self.known and copy.writes != self.rank:
-                own.keep(copy, self.tensors[copy.part][copy.number])
+                own.keep(copy, self.tensors[copy.part][copy.number], self._path(copy))
         for values in self.values if self.known else ():
             if values.writes != self.rank:
-                names = [name for name in self.known if is_in(values.part, name) and name not in self._names]
+                others = self.known.difference(self._names, self.of_rank)
+                names = [name for name in others if is_in(values.part, name)]
                 own.keep_values(values, names, lambda tensor: tensor)
         return own
 
@@ -341,9 +358,7 @@ class Replicas:
         copy_of = {id(self.tensors[copy.part][copy.number]): copy for copy in self.copies}
 
         def own_value(tensor: torch.Tensor) -> torch.Tensor | None:
-            copy = copy_of.get(id(tensor))
-            if copy is None:
-                raise RanksDisagree(f"optimizer: ranks differ in which parts of shards they have; {REPLICAS_ALIKE}")
+            copy = copy_of[id(tensor)]
             number = number_of.get(id(tensor))
             value = tensor if self.stays else None
             if number is not None:  # else it is this rank's own already, and was not staged to be compared
@@ -372,22 +387,36 @@ class Replicas:
                 if other is None and not self._is_in_container(copy):
                     raise _held_by_some(copy.name, self.rank, copy.writes)
                 if mine.get(key, {}).get(copy.name) != other:
-                    own.keep(copy, self._held(number, copy, storage_of))
+                    own.keep(copy, self._held(number, copy, storage_of), self._path(copy))
         for key, others in theirs.items():
             claim = Claim.of(key)
             for name in others if not claim.what.endswith(VALUES) else ():
-                if name not in self._names and (_is_master(name) or not is_below(name, apart)):
+                if name in self._names:
+                    continue
+                if _is_master(name) or not is_below(name, {*self._containers, *apart}):
                     raise _held_by_some(name, claim.writes, self.rank)
+                if not is_below(name, apart):
+                    own.absent.append(name)
         return own
 
     def _is_in_container(self, copy: Replica) -> bool:
         """Return whether a tensor has a place also on ranks that lack it: in a container, which is compared too."""
         return copy.part != "optimizer" or (not _is_master(copy.name) and is_below(copy.name, self._containers))
 
+    def _path(self, copy: Replica) -> Path | None:
+        """Return the path of an optimizer's tensor."""
+        return None if copy.part != "optimizer" else self._paths.get(id(self.tensors[copy.part][copy.number]))
+
     @cached_property
-    def _containers(self) -> set[str]:
-        names = (values.by_name.items() for values in self.values)
-        return {name for items in names for name, (_, value) in items if isinstance(value, Container)}
+    def _paths(self) -> dict[int, Path]:
+        containers = ((path, value.tree) for path, value in self._containers.values())
+        return {id(child): (*path, key) for path, tree in containers for key, child in children_of(tree)}
+
+    @cached_property
+    def _containers(self) -> dict[str, tuple[Path, Container]]:
+        """The containers that have names, with their paths."""
+        named = [item for values in self.values for item in values.by_name.items()]
+        return {name: (path, value) for name, (path, value) in named if isinstance(value, Container)}
 
     def _held(self, number: int, copy: Replica, storage_of: Mapping[int, int]) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""

@@ -145,7 +145,7 @@ class Planner:
         trees = {part: own.tree for part, own in state.trees().items()}
         structures = {part: structure_of(tree) for part, tree in trees.items()}
         plan = self._plan(state, structures)
-        if self._topology.world_size == 1:
+        if self._topology.world_size == 1 and not state.own:
             return plan
         if state.scheduler is not None:
             trees["scheduler"] = state.scheduler
@@ -230,7 +230,7 @@ class Planner:
             digest = digest_of_value(map_tensors(state.user_content, form_of, _LIVE))
             values.append(Values("user_content", 0, digest, None, self.known))
         whole = last.times < _WHOLE_SAVES or not last.samples
-        replicas = Replicas(rank, copies, last.compared, tensors, values, self.known, whole)
+        replicas = Replicas(rank, copies, last.compared, tensors, values, self.known, whole, state.own)
         own = replicas.own
         staged = replicas.to_stage
         objects = (*plan.objects, *([own.file(rank, 0)] if own else []))

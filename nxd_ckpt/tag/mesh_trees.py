@@ -108,6 +108,19 @@ class MeshTrees:
             if tensor.layout is not None and tensor.name.startswith(part)
         }
 
+    def plain_entries(self) -> Iterator[tuple[str, str]]:
+        """Yield parameter and the rest of the name of an optimizer's plain tensors, of parameters that are DTensors."""
+        plain: list[tuple[str, str]] = []
+        placed = set()
+        for name, layout in self.layouts("").items():
+            part, _, rest = name.partition("/")
+            parameter, _, entry = (rest, "", "") if part == "model" else rest.partition("/")
+            if len(layout.mesh.shape) > 1:
+                placed.add(parameter)
+            elif part == "optim":
+                plain.append((parameter, entry))
+        return ((parameter, entry) for parameter, entry in plain if parameter in placed)
+
     @cached_property
     def differing(self) -> list[str]:
         """Return the names under which groups saved different things, unless the own one's are taken."""

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, convert
 from nxd_ckpt.errors import IncompatibleState
@@ -108,3 +110,47 @@ def test_a_tensor_beside_the_state_of_parameters_is_refused(gloo_ranks: RankPool
     """With its name."""
     for message in gloo_ranks.run(masters, tmp_path):
         assert "master_weights is a tensor on rank 2, and not there on rank 0" in message
+
+
+def whole(rank: int, directory: Path, first: int) -> tuple[list[int], str]:
+    """The saves of DTensors beside plain tensors that did not come back, and what a load on another mesh says."""
+
+    def made(*shape: int) -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)]))
+        return model, imitations.Whole(model.parameters(), owned=True)
+
+    def whole_state(model: Any, optimizer: Any) -> str:
+        state = optimizer.state_dict()["state"]
+        return repr((model.state_dict(), [(index, sorted(state[index].items())) for index in sorted(state)]))
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+
+    live = made(4)
+    expected = {}
+    with Checkpointer(directory) as checkpointer:
+        for number in range(3):
+            if number >= first:
+                step(*live)
+            checkpointer.save(number, *live)
+            expected[number] = whole_state(*live)
+        wrong = []
+        for number, state in expected.items():
+            other = made(4)
+            checkpointer.load(number, *other)
+            wrong += [number] if whole_state(*other) != state else []
+        return wrong, refusal(lambda: checkpointer.load(2, *made(2, 2)))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_plain_tensors_of_some_ranks_beside_dtensors_come_back(
+    gloo_ranks: RankPool, tmp_path: Path, first: int
+) -> None:
+    """Of any shape: of an uneven shard, or the parameter's own, which stayed no plain tensor."""
+    for wrong, said in gloo_ranks.run(whole, tmp_path, first):
+        assert [] == wrong
+        assert "nothing tells whose it takes" in said

@@ -79,6 +79,26 @@ class Blocks(torch.optim.SGD):
         return loss
 
 
+class Whole(torch.optim.SGD):
+    """Momentum of DTensors, beside plain tensors of the whole shape: of the parameters ``owned``, or of all."""
+
+    def __init__(self, params: Any, *, owned: bool) -> None:
+        super().__init__(params, lr=0.01, momentum=0.9)
+        self.owned = owned
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        rank = dist.get_rank() if self.owned else 0
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if not self.owned or number % dist.get_world_size() == rank:
+                state = self.state[parameter]
+                whole = state.setdefault("whole", torch.zeros(parameter.shape)).add_(1 + rank)
+                state.setdefault("ends", [torch.ones(rank + 1)])[0].mul_(1.5)
+                state["count"] = state.get("count", 0) + 1
+                parameter.detach().to_local().mul_(1 - whole.mean() / 1000)
+        return loss
+
+
 class Lion(_Own):
     """One moment, in bfloat16 whatever the parameter has."""
 

@@ -38,6 +38,13 @@ class OfRank(Inner):
         return loss
 
 
+def _sharded_whole(shape: tuple[int, ...], *, owned: bool) -> Objects:
+    model = Inner(nn.Linear(6, 7), nn.Linear(7, 6))
+    names = ("replicas", "shards")[-len(shape) :]
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return model, imitations.Whole(model.parameters(), owned=owned)
+
+
 def _replicas(optimizer: Callable[[Any], Any] = torch.optim.AdamW, dtype: torch.dtype = torch.float32) -> Objects:
     """Copies that each rank trains on data of its own."""
     model = OfRank(nn.Linear(6, 7, bias=False), nn.Linear(7, 6, bias=False), number=dist.get_rank()).to(dtype)
@@ -198,6 +205,9 @@ CASES: dict[str, Callable[[], Objects]] = {
     "SOAP by owner": partial(_replicas, imitations.by_owner(imitations.Soap)),
     "Shampoo by owner": partial(_replicas, imitations.by_owner(imitations.Shampoo)),
     "a block of each rank": partial(_replicas, partial(imitations.Blocks, lr=0.01, momentum=0.9)),
+    "whole tensors beside DTensors": partial(_sharded_whole, (4,), owned=False),
+    "whole tensors of owners": partial(_sharded_whole, (4,), owned=True),
+    "whole tensors of owners, in replicas of shards": partial(_sharded_whole, (2, 2), owned=True),
     "an average of DTensors": partial(_averages, Average, _sharded),
     "an average of copies": partial(_averages, Average, lambda: _replicas()[0]),
     "another form on each rank": partial(_averages, Ragged, lambda: _replicas()[0]),

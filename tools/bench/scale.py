@@ -180,7 +180,7 @@ def _mesh_state(count: int) -> _MeshState:
         tree[name] = Assembly("float32", layout.local_shape(shape, (0, 0)), ())
         specs[name] = ParameterSpec("float32", shape, Partition())
         about[name,] = StateTensor(f"model/{name}", specs[name], placed=Placed(layout, shape, (0, 0)))
-    return _MeshState(mesh, ModelState(tree, lambda: about, None, True, lambda: specs))
+    return _MeshState(mesh, ModelState(tree, lambda: about, is_placed=True, specify=lambda: specs))
 
 
 def _entry(file: PlannedFile, tensor: NamedTensor) -> TensorEntry:
