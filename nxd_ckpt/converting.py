@@ -40,7 +40,7 @@ _KEYS = "model_key optim_key"
 _UNRECORDED = "partitions saved_param_names"
 _MODEL = "config mapping kv_size_multiplier hardware dtype prefix key_mapping"
 _TAG = f"dp tp pp ep stages use_xser num_workers {_SHARED}"
-_FILES = "use_safetensors unshard_strategy size_per_shard"
+_FILES = "use_safetensors unshard_strategy size_per_shard sha256"
 
 FORMS: Mapping[tuple[Form, str], tuple[Write, str]] = {
     ("tag", "own"): (to_tag, f"{_TAG} {_UNRECORDED} {_KEYS} optimizer optimizer_form optim_only"),
@@ -49,20 +49,21 @@ FORMS: Mapping[tuple[Form, str], tuple[Write, str]] = {
         f"{_TAG} {_MODEL} model_key pad_attn_heads virtual_pp qkv_linear fuse_qkv coalesce_qkv split_gate_up",
     ),
     ("tag", "hf"): (_translated(Translation.to_tag), f"{_TAG} {_MODEL} {_UNRECORDED} optimizer optimizer_form"),
-    ("dcp", "own"): (to_dcp, f"{_UNRECORDED} {_KEYS} optimizer flatten_optimizer_state"),
+    ("dcp", "own"): (to_dcp, f"{_UNRECORDED} {_KEYS} optimizer flatten_optimizer_state sha256"),
     ("dcp", "hf"): (
         _translated(Translation.to_dcp),
-        f"{_MODEL} {_KEYS} optimizer saved_param_names flatten_optimizer_state",
+        f"{_MODEL} {_KEYS} optimizer saved_param_names flatten_optimizer_state sha256",
     ),
     ("files", "own"): (to_files, f"{_FILES} {_UNRECORDED} {_KEYS} optimizer"),
     ("files", "hf"): (_translated(Translation.to_files), f"{_FILES} {_MODEL} saved_param_names optimizer"),
     ("hf", "hf"): (
         _translated(Translation.to_hf),
-        f"{_MODEL} {_SHARED} saved_param_names optimizer tokenizer master_weights model pad_attn_heads size_per_shard",
+        f"{_MODEL} {_SHARED} saved_param_names optimizer tokenizer master_weights model pad_attn_heads "
+        "size_per_shard sha256",
     ),
     ("torchtitan", "hf"): (
         _translated(Translation.to_torchtitan),
-        f"{_MODEL} saved_param_names optimizer torchtitan_release",
+        f"{_MODEL} saved_param_names optimizer torchtitan_release sha256",
     ),
     ("tar", "own"): (to_tar, ""),
 }

@@ -91,6 +91,7 @@ class AnySaveKeywords(TypedDict, total=False):
 class UnshardKeywords(TypedDict, total=False):
     use_safetensors: bool
     unshard_strategy: StrategyName | Strategy
+    sha256: bool
     size_per_shard: ShardSize
     partitions: Mapping[str, Partition] | None
     saved_param_names: SavedNames | None

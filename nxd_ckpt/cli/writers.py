@@ -117,7 +117,7 @@ CONVERT = Command(
         "Recognise a checkpoint by its files (nxd_ckpt, neuronx-distributed of every age and the trainers built on it, "
         "torch DCP, Hugging Face, torch-xla and others) and write it as a tag of any sizes, a Hugging Face directory, "
         "a torch DCP or TorchTitan directory, plain files, or one archive (--to, or an output that ends in .tar, "
-        ".tar.zst or .tar.gz). The input is only read, its digests are verified, and the output "
+        ".tar.zst, .tar.gz, .tar.bz2 or .tar.xz). The input is only read, its digests are verified, and the output "
         "appears once all of it is durable. Tags of neuronx-distributed record neither how parameters are partitioned "
         "nor their names in the optimizer: with another tensor-parallel size they need --partitions, and wherever more "
         "than --dp changes --saved-param-names. For a checkpoint that is too large for one machine, start it on "

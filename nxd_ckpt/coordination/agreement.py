@@ -20,7 +20,7 @@ from nxd_ckpt.coordination.peers import Peers
 from nxd_ckpt.coordination.waiting import pause_after
 from nxd_ckpt.core.limits import shown
 from nxd_ckpt.effects import logger
-from nxd_ckpt.errors import CheckpointError, PeerTimeout, ReplicaLost, TagReplaced
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree, ReplicaLost, TagReplaced
 
 T = TypeVar("T")
 
@@ -102,13 +102,18 @@ class Words:
         timeout: float,
         gone: Callable[[int], bool] = lambda rank: False,
         call: str | None = None,
+        passed: Callable[[int], bool] = lambda rank: False,
     ) -> None:
-        """Take part in the ``call`` of that name, for errors; a long wait of rank 0 for others to make it is logged."""
+        """Take part in the ``call`` of that name, for errors; a long wait of rank 0 for others to make it is logged.
+
+        ``passed`` returns whether a rank is known to have gone on without the call.
+        """
         self.store: Any = store
         self._rank = rank
         self._timeout = timeout
         self._gone = gone
         self._call = call
+        self._passed = passed
         self._signed = -math.inf
         self._is_logged = rank != 0 or call is None
 
@@ -125,12 +130,18 @@ class Words:
         return word
 
     def read(self, key: str, rank: int) -> Any:
-        """Return the word that ``rank`` leaves under ``key``. Raises PeerTimeout."""
+        """Return the word that ``rank`` leaves under ``key``. Raises PeerTimeout, or RanksDisagree if it has passed."""
         began = since = effects.monotonic()
         sign = self._sign_of(rank)
         while not self._comes(key, began):
             if self._gone(rank) and not self.has(key):  # it may have ended after leaving the word
                 raise PeerTimeout(f"rank {self._rank} waited for rank {rank}: its process ended; look at its log")
+            if self._passed(rank) and not self.has(key):
+                raise RanksDisagree(
+                    f"rank 0 calls {self._call}, and rank {rank} has gone on without it: it is in a collective "
+                    "operation of the process group that rank 0 has not reached. All ranks must make the same calls, "
+                    "in the same order, and none of them inside 'if rank == 0:' or 'if accelerator.is_main_process:'"
+                )
             if sign != (sign := self._sign_of(rank)):
                 since = effects.monotonic()
             elif effects.monotonic() - since >= self._timeout:

@@ -54,6 +54,10 @@ _HELLO = struct.Struct(f">I{NONCE}s{NONCE}s")
 Heard = Callable[[int, Any], None]
 """A function that gets the rank of a word, and the word; None once that rank is gone. It must be quick."""
 
+
+WHEREABOUTS = 0
+"""Channel on which rank 0 asks how far the others are."""
+
 _channels = itertools.count(1)
 
 

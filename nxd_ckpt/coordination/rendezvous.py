@@ -12,25 +12,92 @@ At their first meeting they agree on a secret that only they know, though anybod
 torch's TCPStore does not authenticate clients. No secret is ever left there: ranks exchange Diffie-Hellman keys (the
 group ffdhe2048 of RFC 7919), and each rank passes the secret, encrypted, to at most 32 others. Reading the store does
 not help a stranger. Somebody who can also write to it can take a rank's place, but could stop the job anyway.
+
+Rank 0 does not wait for a rank that went on without the call. Such a rank began a collective operation which rank 0 has
+not begun, and stays in it: neither will ever go on. A rank that is only slow has begun fewer, or changes. Where sends
+to one rank count too, as with gloo, slow ranks may have begun more: but they do not stand in a collective.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections import deque
+import sys
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
+from types import FrameType
 from typing import Any
 
 from nxd_ckpt import errors
 from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, Words, answer_of
-from nxd_ckpt.coordination.peers import Address, ConnectionToRank0, Rank0Connections
+from nxd_ckpt.coordination.peers import WHEREABOUTS, Address, ConnectionToRank0, Rank0Connections
 from nxd_ckpt.coordination.waiting import FairLock
 from nxd_ckpt.effects import in_forked_children, logger
 from nxd_ckpt.errors import CheckpointError, InvalidArgument, MalformedFile, PeerTimeout, RanksDisagree
+
+_LOOKS = 4
+"""Number of equal answers, a second apart, that show a rank standing still."""
+
+_PLACES = ("torch/distributed/", "torch/autograd/graph.py")
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+_FRAMES = 4
+"""Innermost frames of a thread in which an operation of torch shows."""
+
+
+class Whereabouts:
+    """Rank 0's knowledge of the others."""
+
+    def __init__(self, peers: Rank0Connections) -> None:
+        """Listen to the answers that come over ``peers``."""
+        self._peers = peers
+        self._answers: dict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=_LOOKS))
+        peers.listen(WHEREABOUTS, lambda rank, word: self._answers[rank].append(word))
+
+    def has_passed(self, rank: int) -> bool:
+        """Return whether that rank stands in an operation that this one has not begun. Asks all ranks once more."""
+        self._peers.tell(WHEREABOUTS, None)
+        own = operations_begun()
+        answers = [*self._answers[rank]]
+        if own is None or len(answers) < _LOOKS or not isinstance(answers[0], int):
+            return False
+        return answers[0] > own and len({*answers}) == 1
+
+
+def answer(peers: ConnectionToRank0) -> None:
+    """Answer rank 0's questions from now on, on a thread of the connection."""
+    peers.listen(
+        WHEREABOUTS, lambda rank, word: peers.tell(WHEREABOUTS, operations_begun() if stands_in_one() else None)
+    )
+
+
+def stands_in_one() -> bool:
+    """Return whether a thread of this process is in a collective operation, or in a backward pass, which waits for one.
+    """
+    return any(map(_is_collective, sys._current_frames().values()))
+
+
+def _is_collective(frame: FrameType | None) -> bool:
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code.co_name in _POINT_TO_POINT:
+            return False
+        if any(place in frame.f_code.co_filename for place in _PLACES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def operations_begun() -> int | None:
+    """Return the number of collective operations begun in the default process group; None if it does not count them."""
+    with suppress(RuntimeError, ValueError):
+        from torch.distributed.distributed_c10d import _get_default_group
+
+        group: Any = _get_default_group()
+        return int(group._get_sequence_number_for_group())
+    return None
+
 
 _FAN_OUT = 32
 """Number of ranks to which one rank passes the secret, at 3 ms each."""
@@ -140,8 +207,10 @@ class Rendezvous:
         self._store = PrefixStore(f"nxd_ckpt{of_members}", store)
         self._rank = rank
         self._world_size = world_size
+        self._members = members
         self._lock = FairLock()
         self._peers: Rank0Connections | ConnectionToRank0 | None = None
+        self._whereabouts: Whereabouts | None = None
         self._secret = secrets.token_bytes(32) if rank == 0 else None
         self._launch = secrets.token_hex(8) if rank == 0 else None
 
@@ -149,7 +218,7 @@ class Rendezvous:
         """Meet the other ranks for ``call`` and return the agreement; see the function `meet`."""
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        words = Words(self._store, self._rank, timeout, self._is_gone, call)
+        words = Words(self._store, self._rank, timeout, self._is_gone, call, self._has_passed)
         with self._lock.held(call):
             if self._rank == 0:
                 number, hub, all_know = _call_in(words, self._world_size, [call, True, self._launch], self._hub())
@@ -178,10 +247,14 @@ class Rendezvous:
     def _is_gone(self, rank: int) -> bool:
         return self._peers is not None and self._peers.is_gone(rank)
 
+    def _has_passed(self, rank: int) -> bool:
+        return self._whereabouts is not None and self._whereabouts.has_passed(rank)
+
     def _hub(self) -> Address | None:
         try:
             if self._peers is None:
                 self._peers = Rank0Connections(self._secret or b"")
+                self._whereabouts = None if self._members else Whereabouts(self._peers)
         # A host without listening sockets, or an exiting interpreter: dead ranks are noticed after the timeout.
         except (OSError, RuntimeError) as error:
             logger.debug("the end of other ranks will not be noticed at once: %s", error)
@@ -191,6 +264,7 @@ class Rendezvous:
         if self._peers is None and hub is not None:
             try:
                 self._peers = ConnectionToRank0(self._rank, hub, self._secret or b"")
+                answer(self._peers)
             except OSError as error:
                 logger.debug("the end of rank 0 will not be noticed at once: %s", error)
 

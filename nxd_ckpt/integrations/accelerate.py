@@ -53,7 +53,7 @@ from nxd_ckpt.integrations.trainer_tags import (
 from nxd_ckpt.live.named import is_placed
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.options.checkpointer_options import DEFAULT_TIMEOUT
-from nxd_ckpt.tag.seal import STATE
+from nxd_ckpt.tag.digest_lists import STATE
 
 _CHECKPOINTS = "checkpoints"
 """accelerate's folder of a project's checkpoints."""

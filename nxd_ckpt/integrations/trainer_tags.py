@@ -4,7 +4,7 @@ The checkpoint ``run/checkpoint-500`` is the tag ``checkpoint-500`` of the direc
 goes to a folder among the job's own files; then a save is given these files, and makes all of it visible at once.
 
 Version 0.1 kept the tags *in* the checkpoint, beside the trainer's files: ``run/checkpoint-500/training_state``, with a
-seal (see `nxd_ckpt.tag.seal`). Such checkpoints are read, and replaced.
+seal (see `nxd_ckpt.tag.digest_lists`). Such checkpoints are read, and replaced.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from nxd_ckpt.storage.base import DirEntry
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import is_mount_point
 from nxd_ckpt.storage.urls import StrPath, is_url, local_path
+from nxd_ckpt.tag.digest_lists import DIGESTS, STATE, read_seal
 from nxd_ckpt.tag.directory import find_tag
 from nxd_ckpt.tag.identity import Identity, manifest_of, note_damage
-from nxd_ckpt.tag.seal import DIGESTS, STATE, read_seal
 from nxd_ckpt.tag.verify import problems_of
 
 

@@ -55,6 +55,8 @@ class UnshardOptions(OutputOptions):
     use_safetensors: bool = option(False, "write safetensors files, and JSON for values that are no tensors.")
     unshard_strategy: StrategyName | Strategy = option("one_file", """files for each of model and optimizer. A name, an
         `nxd_ckpt.UnshardStrategy`, or OLMo-core's own.""")
+    sha256: bool = option(False, """write SHA256SUMS beside the files, a list that ``sha256sum -c`` and
+        ``nxd-ckpt verify`` compare. Everything is read once more for it.""")
     size_per_shard: ShardSize = option("5GB", """maximum size of a weight file, or of one of "chunks", as 5GB or bytes;
         a larger tensor gets its own file.""")
     partitions: Mapping[str, Partition] | None = option(None, """cuts of parameters over ranks, by name, if the source

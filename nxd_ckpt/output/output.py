@@ -17,6 +17,7 @@ from nxd_ckpt.coordination.lease import OutputLease, is_in_use_here
 from nxd_ckpt.core.names import HIDDEN
 from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import DirectoryInUse, InvalidArgument
+from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, directories_to_make, remove_unused, settle
 from nxd_ckpt.output.source import Source
@@ -24,7 +25,9 @@ from nxd_ckpt.storage.base import DirEntry, Storage, can_rename
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.system import tell_room
 from nxd_ckpt.storage.urls import is_url
+from nxd_ckpt.tag.digest_lists import SUMS, sums_of
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.verify import files_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class OutputKind:
         """Return those of the ``files`` of a directory that no directory of this kind has."""
         is_one = any(fnmatchcase(file, self.patterns[0]) for file in files)
         patterns = (*self.patterns, *self.beside) if is_one else self.patterns
-        return [file for file in files if not matches(file, patterns)]
+        return [file for file in files if not matches(file, (*patterns, SUMS))]
 
 
 def matches(file: str, patterns: Sequence[str]) -> bool:
@@ -145,7 +148,13 @@ class Output:
             self._lease.require()
 
     def publish(self) -> None:
-        """Make it visible, after all files are written. Raises DirectoryInUse if another process took over."""
+        """Make it visible, after all files are written. Raises DirectoryInUse if another process took over.
+
+        Files are not written in order, so their SHA-256 is that of what is read here.
+        """
+        if self._chosen.sha256:
+            files = TagFiles(self.storage, self.folder)
+            self.write(SUMS, sums_of(files, (name for name in files_of(files) if name != SUMS)))
         self.require()
         self._make_visible()
         self._release()

@@ -4,14 +4,16 @@ Processes of a host share that file: the first process makes it, under a lock th
 dies, and the others wait. It gets its name only when it is complete. Of all archives the last used one stays, and those
 that a process has open.
 
-Streams are gzip, by the standard library, and zstd by ``zstandard``, which is an extra. An archive is not
+Streams are gzip, bzip2 and xz, by the standard library, and zstd by ``zstandard``, which is an extra. An archive is not
 trusted: at most `RATIO` times its bytes are written, and no other file than this one.
 """
 
 from __future__ import annotations
 
+import bz2
 import errno
 import gzip
+import lzma
 import os
 import shutil
 import time
@@ -21,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from importlib.util import find_spec
 from io import BufferedReader, RawIOBase
@@ -35,12 +37,19 @@ from nxd_ckpt.storage.base import Reader, Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.system import default_work_dir, locked, opened, sync_file
 
-GZIP, ZSTD = "gzip", "zstd"
+GZIP, ZSTD, BZIP2, XZ, LZMA = "gzip", "zstd", "bzip2", "xz", "lzma"
 SUFFIXES: Mapping[str, str] = {
     ".tar.zst": ZSTD,
     ".tzst": ZSTD,
     ".tar.gz": GZIP,
     ".tgz": GZIP,
+    ".tar.bz2": BZIP2,
+    ".tbz2": BZIP2,
+    ".tbz": BZIP2,
+    ".tar.xz": XZ,
+    ".txz": XZ,
+    ".tar.lzma": LZMA,
+    ".tlz": LZMA,
 }
 """Compression by the end of a file's name."""
 
@@ -49,6 +58,8 @@ _ZSTD_PIECE = 2 * 2**10
 _ZSTD_WINDOW = 128 * 2**20
 """Maximum bytes that decompressing may look back on; ``zstd --ultra --long=31`` needs more, and as much memory."""
 _GZIP_PIECE = 2**20
+_XZ_MEMORY = 256 * 2**20
+"""Memory that decompressing xz may take; ``xz -9`` needs 65 MiB, a hostile file asks for up to 4 GiB."""
 _BUFFER = 2**20
 
 
@@ -60,7 +71,7 @@ class Stream(Protocol):
     def close(self) -> Any: ...
 
 
-_MARKS = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD}
+_MARKS = {b"\x1f\x8b": GZIP, b"\x28\xb5\x2f\xfd": ZSTD, b"BZh": BZIP2, b"\xfd7zXZ\0": XZ}
 """Compression by the first bytes of a file."""
 LONGEST_MARK = 262
 """Bytes at the beginning of a file that tell: those of a plain archive end with "ustar"."""
@@ -81,11 +92,15 @@ def compression_of(name: str, start: bytes = b"") -> str | None:
 def compressing(kind: str, out: BinaryIO, nbytes: int) -> Stream:
     """Return a stream that compresses ``nbytes`` bytes to ``out``, with checksums, and always equally.
 
-    gzip's fastest level, on one core; zstd's default one on all cores, but at most 4, to bound its memory. The result
-    does not depend on the number of cores.
+    gzip's fastest level, bzip2's and xz's default one, on one core; zstd's default one on all cores, but at most 4, to
+    bound its memory. The result does not depend on the number of cores.
     """
     if kind == GZIP:
         return gzip.GzipFile("", "wb", 1, out, mtime=0)
+    if kind == BZIP2:
+        return bz2.BZ2File(out, "wb")
+    if kind in (XZ, LZMA):
+        return lzma.LZMAFile(out, "wb", format=lzma.FORMAT_XZ if kind == XZ else lzma.FORMAT_ALONE)
     import zstandard
 
     threads = max(1, min(os.cpu_count() or 1, 4))  # 0 is single-threaded, with another result
@@ -116,6 +131,22 @@ def _gunzipped(file: BinaryIO) -> Iterator[bytes]:
         raise EOFError("it is empty")
 
 
+def _by_pieces(new: Callable[[], Any], file: BinaryIO) -> Iterator[bytes]:
+    """Decompress every stream, one after the other, with an engine that ``new`` makes for each."""
+    engine = new()
+    while piece := file.read(_GZIP_PIECE):
+        while piece or not (engine.eof or engine.needs_input):
+            if engine.eof:
+                engine = new()
+            try:
+                yield engine.decompress(piece, _GZIP_PIECE)
+            except (OSError, lzma.LZMAError) as error:
+                raise EOFError(str(error)) from error
+            piece = engine.unused_data if engine.eof else b""
+    if not engine.eof:
+        raise EOFError("it ends within a stream")
+
+
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
     """Decompress every frame, one after the other: some programs write several. Each must be complete."""
     import zstandard
@@ -138,6 +169,9 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
 _DECOMPRESSORS: Mapping[str, Callable[[BinaryIO], Iterator[bytes]]] = {
     GZIP: _gunzipped,
     ZSTD: _unzstd,
+    BZIP2: partial(_by_pieces, bz2.BZ2Decompressor),
+    XZ: partial(_by_pieces, partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)),
+    LZMA: partial(_by_pieces, partial(lzma.LZMADecompressor, memlimit=_XZ_MEMORY)),
 }
 
 

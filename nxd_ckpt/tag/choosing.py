@@ -36,6 +36,7 @@ from nxd_ckpt.storage.urls import (
     directory_and_name,
     open_storage,
 )
+from nxd_ckpt.tag.digest_lists import DIGESTS, STATE
 from nxd_ckpt.tag.directory import (
     describe_incomplete,
     find_tag,
@@ -44,7 +45,6 @@ from nxd_ckpt.tag.directory import (
 )
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
 from nxd_ckpt.tag.recognise import NONE_GIVEN, Program, open_as, recognise
-from nxd_ckpt.tag.seal import DIGESTS, STATE
 from nxd_ckpt.tag.verification import verify_file
 
 _SWAP_TAKES = 10.0

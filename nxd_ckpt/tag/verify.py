@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from nxd_ckpt import effects
 from nxd_ckpt.core import names, units
+from nxd_ckpt.core.findings import collect_problems
 from nxd_ckpt.core.manifest import FileEntry, TensorEntry
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.suggestions import first_of
@@ -46,10 +47,10 @@ from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
 from nxd_ckpt.tag.choosing import Place, choose_anything
+from nxd_ckpt.tag.digest_lists import DIGESTS, SUMS, read_seal, read_sums, sha256_of
 from nxd_ckpt.tag.directory import NO_TAG
 from nxd_ckpt.tag.identity import FOREIGN_MARK, Identity, is_noted, known_damage, mark_of, note_damage, of_latest
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.seal import DIGESTS, read_seal
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 
 _CHUNK = 16 * 2**20
@@ -428,6 +429,10 @@ def _verify_foreign(opened: OpenTag, progress: bool) -> Verification:
     records = _Records(TagFiles(opened.storage, opened.tag))
     files = list(files_of(records.tag_files))
     problems = records.problems
+    if SUMS in files:
+        with collect_problems(problems):
+            records.sums = read_sums(records.tag_files)
+            files = [file for file in dict.fromkeys([*files, *records.sums]) if file != SUMS]
     with watched("verify", None, lambda: records.done.nbytes, progress):
         for file in files:
             records.read(file)
@@ -449,12 +454,16 @@ class _Records:
         self.undigested = 0
         self.done = Counter()
         self.problems: list[str] = []
+        self.sums: Mapping[str, str] = {}
 
     def read(self, file: str) -> None:
         """Count the file, and verify its content; damage is added to ``problems``."""
         try:
             size = self._storage.size(self.tag_files.key(file))
             self.nbytes += size
+            if file in self.sums:
+                self._compare(file, size)
+                return
             if self._inside.has_none(file):
                 self.undigested += size
                 return
@@ -466,6 +475,13 @@ class _Records:
             self.problems.append(f"{self.tag_files.where(file)} is missing")
         except EOFError as error:
             self.problems.append(f"{self.tag_files.where(file)} is shorter than its contents need: {error}")
+
+    def _compare(self, file: str, size: int) -> None:
+        expected = self.sums[file]
+        found = sha256_of(self.tag_files, file, self.done.add)
+        if found != expected:
+            raise DigestMismatch(f"{self.tag_files.where(file)}: expected SHA-256 {expected}, found {found}")
+        self.verified += size
 
     def _verify(self, file: str, record: Digested) -> None:
         key = self.tag_files.key(file)

@@ -1,7 +1,9 @@
 """Compressed archives: unpacked once for all processes of a host, as a whole or not at all, and never beyond limits."""
 
+import bz2
 import gzip
 import io
+import lzma
 import shutil
 import signal
 import tarfile
@@ -9,6 +11,7 @@ import tracemalloc
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +31,16 @@ from tests.tag.equality import difference
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".tar.zst": zstandard.ZstdCompressor(write_checksum=True).compress,
     ".tgz": gzip.compress,
+    ".tar.bz2": bz2.compress,
+    ".tar.xz": lzma.compress,
+    ".tar.lzma": partial(lzma.compress, format=lzma.FORMAT_ALONE),
 }
 DECOMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".tar.zst": lambda data: zstandard.ZstdDecompressor().decompress(data),
     ".tgz": gzip.decompress,
+    ".tar.bz2": bz2.decompress,
+    ".tar.xz": lzma.decompress,
+    ".tar.lzma": lzma.decompress,
 }
 
 KILLED = """
@@ -78,7 +87,7 @@ def test_archives_of_other_programs_are_read(tmp_path: Path, work_dir: Path) -> 
         assert None is difference(model(), state)
 
 
-@pytest.mark.parametrize(("written", "name"), [(".tar", "x.tar.gz"), (".tgz", "x.tar"), (".tar.zst", "x.tgz")])
+@pytest.mark.parametrize(("written", "name"), [(".tar", "x.tar.gz"), (".tgz", "x.tar"), (".tar.zst", "x.tar.xz")])
 def test_its_bytes_tell_how_it_is_compressed(tmp_path: Path, work_dir: Path, written: str, name: str) -> None:
     """Not its name, which a browser or a script may have changed: it was called truncated."""
     convert(save_example(tmp_path, 1), tmp_path / f"packed{written}", to="tar")

@@ -1,5 +1,6 @@
 """Ranks meet for a call; one that does not come, or goes, is not waited for by the others longer than need be."""
 
+import itertools
 import threading
 from typing import Any
 
@@ -7,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from nxd_ckpt import effects
-from nxd_ckpt.coordination import agreement
+from nxd_ckpt.coordination import agreement, rendezvous
 from nxd_ckpt.coordination.agreement import StoreAgreement
 from nxd_ckpt.coordination.rendezvous import Rendezvous
-from nxd_ckpt.errors import CheckpointError, RanksDisagree
+from nxd_ckpt.errors import CheckpointError, PeerTimeout, RanksDisagree
 
 LONG = 600.0
 
@@ -75,6 +76,56 @@ def test_a_call_that_one_rank_makes_alone_is_named(
         thread.join()
     assert [RanksDisagree] * 2 == [type(ranks.outcomes[rank]) for rank in range(2)]
     assert "rank 0 calls latest_step, rank 1 save; all ranks must make the same calls" in str(ranks.outcomes[1])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "passed"),
+    [([6], True), ([5], False), ([4], False), ([6, 7], False), ([None], False)],
+    ids=["ahead", "level", "behind", "moving", "uncounted"],
+)
+def test_a_rank_that_went_on_without_the_call_is_known_soon(
+    theirs: list[int | None], passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands in a collective operation that rank 0 has not begun; one that may yet come is waited for."""
+    monkeypatch.setattr(agreement, "_SLICE", 0.02)
+    answers = itertools.cycle(theirs)
+
+    def begun() -> int | None:
+        return next(answers) if threading.current_thread().name == "nxd_ckpt-peers" else 5
+
+    monkeypatch.setattr(rendezvous, "operations_begun", begun)
+    monkeypatch.setattr(rendezvous, "stands_in_one", lambda: True)
+    ranks = Ranks(2)
+    for thread in [ranks.meeting(0, LONG), ranks.meeting(1, LONG)]:
+        thread.join()
+    ranks.meeting(0, LONG if passed else 1.0).join()
+    assert (RanksDisagree if passed else PeerTimeout) is type(ranks.outcomes[0])
+    assert ("rank 0 calls save, and rank 1 has gone on without it" in str(ranks.outcomes[0])) == passed
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "stands"),
+    [
+        ("torch/distributed/distributed_c10d.py", "barrier", True),
+        ("torch/autograd/graph.py", "_engine_run_backward", True),
+        ("torch/distributed/distributed_c10d.py", "recv", False),
+        ("train.py", "forward", False),
+    ],
+)
+def test_only_a_rank_in_a_collective_can_have_passed(file: str, function: str, stands: bool) -> None:
+    """One that computes, or waits for another rank, may yet make the call."""
+    names: dict[str, Any] = {}
+    code = f"def {function}(begun, go):\n    begun.set()\n    go.wait()"
+    exec(compile(code, f"/site-packages/{file}", "exec"), names)
+    begun, go = threading.Event(), threading.Event()
+    thread = threading.Thread(target=names[function], args=(begun, go))
+    thread.start()
+    begun.wait()
+    try:
+        assert stands == rendezvous.stands_in_one()
+    finally:
+        go.set()
+        thread.join()
 
 
 PLACES = [(effects, "sleep"), (agreement.Words, "leave")]

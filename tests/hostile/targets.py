@@ -37,8 +37,8 @@ from nxd_ckpt.layouts.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.layouts.weight_files import INDEX
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive_storage import find_members
+from nxd_ckpt.tag.digest_lists import DIGESTS
 from nxd_ckpt.tag.directory import clash, is_checkpoint_of_ours_or_nxd, list_tags
-from nxd_ckpt.tag.seal import DIGESTS
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.formats.helpers import pread_of, rendered, saved
 from tests.hostile import findings, servers, valid

@@ -126,6 +126,19 @@ def refused(rank: int, directory: Path) -> list[str]:
     return said
 
 
+def main_process_alone(rank: int, directory: Path) -> str:
+    """What is said to the main process that saves alone. Then all ranks save."""
+    said = ""
+    with fresh():
+        job = Job(directory)
+        if job.accelerator.is_main_process:
+            said = refusal(job.accelerator.save_state)
+        job.accelerator.wait_for_everyone()
+        job.accelerator.save_state()
+        job.accelerator.end_training()
+    return said
+
+
 def whole_state(model: Any, optimizer: Any) -> list[list[float]]:
     """The parameters and what the optimizer has for each, on all ranks the same."""
     found = [tensor for each in model.parameters() for tensor in (each, *optimizer.state.get(each, {}).values())]

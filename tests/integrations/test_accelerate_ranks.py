@@ -54,3 +54,10 @@ def test_what_would_be_one_ranks_part_is_refused(tmp_path: Path, pool: RankPool)
     for fsdp, registered in pool.run(runs.refused, tmp_path):
         assert "fsdp_version=2" in fsdp
         assert "prepare it as a model" in registered
+
+
+def test_a_save_of_the_main_process_alone_is_refused_soon(tmp_path: Path, pool: RankPool) -> None:
+    """Inside ``if accelerator.is_main_process:``, while the other waits for it. The next save works."""
+    said, _ = pool.run(runs.main_process_alone, tmp_path, timeout=120)
+    assert "rank 1 has gone on without it" in said
+    assert ["checkpoint_0"] == names(tmp_path)

@@ -217,8 +217,8 @@ WITH_OPTIMIZER: dict[str, Callable[[Path, Job], Path]] = {
     "a tag": tag,
     "a directory of tags": tags,
     "a step": lambda path, job: tags(path, job) / "3",
-    "an archive": tar(tag, "step_3.tar.gz", "w:gz"),
-    "an archive by a short name": tar(tag, "step_3.tgz", "w:gz"),
+    "an archive": tar(tag, "step_3.tar.xz", "w:xz"),
+    "an archive by a short name": tar(tag, "step_3.tbz2", "w:bz2"),
     "a tag in an archive": tar_of_tags,
     "a script's file": file_of(
         "x.pt", lambda job: {"model": job[0].state_dict(), "optimizer": job[1].state_dict(), "step": 3}
