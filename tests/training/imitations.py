@@ -73,9 +73,10 @@ class Blocks(torch.optim.SGD):
         rank = dist.get_rank()
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            state.setdefault("blocks", {"first": torch.ones(rank + 1), "counts": [0] * rank})["first"].mul_(1.5)
+            first = torch.ones(rank + 1, device=parameter.device)
+            state.setdefault("blocks", {"first": first, "counts": [0] * rank})["first"].mul_(1.5)
             parameter.detach().mul_(1 - state["blocks"]["first"].mean() / 100)
-            state[f"of rank {rank}"] = torch.full((2,), rank)
+            state[f"of rank {rank}"] = torch.full((2,), rank, device=parameter.device)
         return loss
 
 

@@ -186,3 +186,21 @@ def _of_ranks(rank: int) -> list[str]:
 def test_what_is_of_one_rank_is_resumed(xla_ranks: RankPool) -> None:
     """Weights and moments on four devices."""
     assert [[]] * 4 == xla_ranks.run(_of_ranks)
+
+
+def _of_each_rank(rank: int) -> str:
+    """What differs after a resume of replicas whose optimizers keep other state on each rank."""
+    import torch_xla
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = _OnDevice(torch.nn.Linear(6, 7), torch.nn.Linear(7, 6, bias=False)).to(torch_xla.device())
+        return model, imitations.Blocks(model.parameters(), lr=0.01, momentum=0.9)
+
+    how: Any = {"save": _save, "load": _load, "steps": 2, "steps_after": 2, "new_process": False}
+    return refusal(partial(check_resume, make, _step, **how))
+
+
+def test_state_of_each_rank_on_a_device_is_resumed(xla_ranks: RankPool) -> None:
+    """In files of xser, which replicas share the writing of otherwise."""
+    assert [""] * 4 == xla_ranks.run(_of_each_rank)
