@@ -109,7 +109,7 @@ class Comparison:
         Return the tensors in it that are live in the form that was saved: path, leaf and live tensor.
         """
         if isinstance(saved, (TensorStub, Assembly)):
-            return [((), saved, now)] if self._compare_tensors(kind, name, saved, now, by_user) else []
+            return [((), saved, now)] if self.compare_tensors(kind, name, saved, now, by_user) else []
         values = dict(iter_leaves(now))
         return [
             (path, leaf, values[path])
@@ -131,11 +131,12 @@ class Comparison:
     def _compare(self, kind: str, name: str, saved: Any, now: Any, by_user: bool) -> bool:
         """Compare one value, or begin to. Return whether both are tensors of one form."""
         if isinstance(saved, (TensorStub, Assembly)):
-            return self._compare_tensors(kind, name, saved, now, by_user)
+            return self.compare_tensors(kind, name, saved, now, by_user)
         self._compare_values(kind, name, saved, now, by_user)
         return False
 
-    def _compare_tensors(self, kind: str, name: str, saved: Leaf, now: Any, by_user: bool) -> bool:
+    def compare_tensors(self, kind: str, name: str, saved: Leaf, now: Any, by_user: bool) -> bool:
+        """Compare a tensor, or begin to. Return whether both are tensors of one form."""
         if not isinstance(now, (torch.Tensor, int, float)):
             self.find(kind, name, "the tag holds it, and the live objects do not: it was not loaded", by_user)
             return False
@@ -143,10 +144,11 @@ class Comparison:
         if dtype_name(live.dtype) != saved.dtype or live.shape != saved.shape:
             self._compare_numbers(kind, name, saved, live, by_user)
             return False
-        if not live.nbytes:
+        nbytes = live.nbytes
+        if not nbytes:
             return True
         expected = self._digest(saved)
-        found = digest_at_once(live)
+        found = _digest_at_once(live, nbytes)
         if expected is None:
             self.find(kind, name, "it was not read", by_user)
         elif found is None:
@@ -317,9 +319,8 @@ class LiveDigests:
             _digest_copy(item.crcs, value)
 
 
-def digest_at_once(tensor: torch.Tensor) -> int | None:
+def _digest_at_once(tensor: torch.Tensor, nbytes: int) -> int | None:
     """Return the CRC-32 of a tensor on the host; None for one that another thread should read, or that is not dense."""
-    nbytes = tensor.nbytes
     if nbytes > _AT_ONCE or not tensor.is_cpu or not _is_dense(tensor):
         return None
     # Half of a small tensor's time would be to make a view that keeps it alive.

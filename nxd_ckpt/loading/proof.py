@@ -42,7 +42,7 @@ from nxd_ckpt.live.named import NamedObjects, state_of
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
 from nxd_ckpt.live.plain import name_of_rows
-from nxd_ckpt.live.state_names import SECTIONS, entries_beside, parameter_sections, state_entries
+from nxd_ckpt.live.state_names import SECTIONS, entries_beside, is_in, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
 from nxd_ckpt.loading.comparison import Comparison, Digests, recorded_digest
 from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
@@ -124,7 +124,8 @@ class Provenance:
         key = id(placed), id(spec), shards, shard, id(stored.pieces), form  # of many tensors, few
         verdict = self._in_place.get(key)
         if verdict is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
-            is_there = about.pieces(self._topology, stored.shape) == stored.pieces
+            pieces = about.pieces(self._topology, stored.shape)
+            is_there = pieces is None or pieces == stored.pieces
             verdict = self._in_place[key] = is_there and _is_all(leaf, stored), about
         return verdict[0]
 
@@ -289,28 +290,33 @@ class Proof(Comparison):
         before = trees.model
         values = live.live
         known = before if is_same else live  # what follows from the tensors is known then
-        specs = self._context.specs if is_same else live.parameters(self._context.topology.tp)
+        # Of tensors that this load made, all in a dict, no cuts are known.
+        is_filled = not any(is_in("model", name) for name in self._before)
+        specs = self._context.specs if is_same or is_filled else live.parameters(self._context.topology.tp)
         placed = live.placed([name for name in trees.names if name in values])
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, known.aliases)
+        seen_by_users = trees.seen_by_users
         for name in trees.names:
             leaf = trees.model_tree[name]
             value = values.get(name, ABSENT)
-            by_user = name in trees.seen_by_users
+            by_user = name in seen_by_users
             if by_user and value is ABSENT:
                 continue  # under what name its module keeps it, only the module knows
             what = f"model/{name}"
-            if self.compare("weights", what, leaf, value, by_user) and isinstance(leaf, (TensorStub, Assembly)):
-                about = StateTensor(what, specs.get(name), 1, 0, None, False, placed.get((name,)))
+            if not isinstance(leaf, (TensorStub, Assembly)):
+                self.compare("weights", what, leaf, value, by_user)
+            elif self.compare_tensors("weights", what, leaf, value, by_user):
+                about = StateTensor(what, specs.get(name), placed=placed.get((name,)) if placed else None)
                 fault = provenance.fault(self._described(about) if self._partitions else about, leaf)
                 if fault is not None:
                     self.find("weights", what, fault, by_user)
             if self._is_new(what) and isinstance(value, torch.Tensor):
                 self._compare_stride(what, leaf, value)
-            if not is_same and name in before.live and before.aliases(name) != live.aliases(name):
+            if not (is_same or is_filled) and name in before.live and before.aliases(name) != live.aliases(name):
                 message = f"it was one tensor with {before.aliases(name)}, and is one with {live.aliases(name)} now"
                 self.find("ties", what, message, by_user)
         left = {*trees.missing, *trees.left}
-        for name in known.missing(trees.names):
+        for name in known.missing(trees.names) if values.keys() - set(trees.names) else ():
             if name not in left and not self._context.filter.ignores_model(name) and not known.passes_user_code(name):
                 self.find("weights", f"model/{name}", "the live model has it, and nothing was loaded into it", False)
 
