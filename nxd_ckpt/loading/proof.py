@@ -32,6 +32,7 @@ from nxd_ckpt.formats.tensors import (
     form_of,
     itemsize,
     iter_leaves,
+    iter_tensors,
     map_tensors,
 )
 from nxd_ckpt.live.dtensor import local_of
@@ -348,7 +349,7 @@ class Proof(Comparison):
                 if isinstance(now, torch.Tensor):
                     at = (*path, *inner)
                     about = state.described(at, now)
-                    fault = provenance.fault(about, leaf)
+                    fault = self._other_kind(leaf, about) or provenance.fault(about, leaf)
                     if fault is not None:
                         self.find(kind, about.name, fault, by_user)
                     if self._is_new(name):
@@ -362,6 +363,21 @@ class Proof(Comparison):
             for name in provenance.unread([name for name in names if not name.startswith("#")], read):
                 if not (self._context.filter.ignores(name) or self._trees.rank_state.replaces(name)):
                     self.find("moments", name, "the tag has it, and it was not loaded", by_user)
+
+    def _other_kind(self, leaf: Leaf, about: StateTensor) -> str | None:
+        """Return the fault of a plain tensor in place of a DTensor, or the reverse; None if there is none."""
+        expected = id(leaf) in self._placed
+        if expected == (about.placed is not None) or is_rows(about.name):
+            return None
+        kinds = ("a DTensor", "a plain tensor") if expected else ("a plain tensor", "a DTensor")
+        return "expected {}, found {}".format(*kinds)
+
+    @cached_property
+    def _placed(self) -> set[int]:
+        """The leaves of the optimizer that are loaded into DTensors, by their ids."""
+        placed = self._trees.optimizer_placed
+        leaves = iter_tensors(self._trees.optimizer_tree) if placed else ()
+        return {id(leaf) for path, leaf in leaves if path in placed}
 
     @cached_property
     def _partitions(self) -> Mapping[str, Any]:
