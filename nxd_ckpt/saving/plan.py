@@ -8,8 +8,8 @@ model, plain files   the first rank of each replica group, whole
 model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
 optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see `plan_dcp`
 optimizer, unsharded the first rank of each replica group, whole (what the converter writes)
-optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written), but the first
-                     rank alone if replicas hold other tensors, or may do so since the first save
+optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written), but the
+                     first rank alone if replicas hold other tensors, or may do so since the first save
 scheduler, user      the master rank (global rank 0)
 rank content         every rank its own file
 ===================  ===============================================================================
