@@ -202,7 +202,8 @@ def _depth(part: str, path: Path) -> int:
 def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = ()) -> Any:
     """Return ``tree`` with these ``values`` at their paths, also where there was none, and without the ``absent``.
 
-    ``tree`` itself does not change, and containers keep their types.
+    A value below another value, or below what is absent, is there too. ``tree`` itself does not change, and containers
+    keep their types.
     """
     above = {path[:length] for path in (*values, *absent) for length in range(len(path))}
     below: dict[Path, dict[Any, Any]] = {}
@@ -211,8 +212,7 @@ def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = (
             below.setdefault(path[:length], {})[key] = {}
 
     def walk(node: Any, path: Path) -> Any:
-        if path in values:
-            return values[path]
+        node = values.get(path, node)
         if path not in above or not isinstance(node, CONTAINERS):
             return node
         children = dict(children_of(node))
@@ -223,12 +223,11 @@ def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = (
             for key, child in children.items():
                 new[key] = walk(child, (*path, key))
             return new
-        present = {**children, **{key: new for key, new in below.get(path, {}).items() if key not in children}}
+        rest = {key: child for key, child in children.items() if (*path, key) not in absent}
         items = new if isinstance(node, dict) else vars(new)
         items.clear()
-        for key in present:
-            if (*path, key) not in absent:
-                items[key] = walk(present[key], (*path, key))
+        for key, child in (rest | below.get(path, {}) | rest).items():
+            items[key] = walk(child, (*path, key))
         return new
 
     return walk(tree, ())

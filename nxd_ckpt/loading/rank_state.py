@@ -59,9 +59,12 @@ class RankState:
     ) -> Any:
         """Return the ``tree`` of a part, ``placed`` on meshes, with this rank's own values.
 
+        Without ``placed``, parts of DTensors are not among them.
+
         Raises IncompatibleState for a tensor of another form, or on another mesh.
         """
         own = {name: leaf for name, leaf in self.leaves.items() if is_in(part, name)}
+        own = own if placed is not None else {name: leaf for name, leaf in own.items() if name not in self.meshes}
         absent = [name for name in self.absent if is_in(part, name)]
         if not own and not absent:
             return tree

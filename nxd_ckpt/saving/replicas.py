@@ -165,7 +165,9 @@ class Own:
         if copy.mesh is not None:
             self.meshes[copy.name] = copy.mesh
 
-    def keep_values(self, values: Values, names: Iterable[str], own_value: Callable[[Any], Any]) -> None:
+    def keep_values(
+        self, values: Values, names: Iterable[str], own_value: Callable[[Any], Any] = lambda tensor: tensor
+    ) -> None:
         """Keep the values of these names, also that some are not there; of containers the ``own_value`` of tensors.
 
         A container with tensors that all ranks have stays: those that differ are kept one by one.
@@ -183,9 +185,6 @@ class Own:
 
     def file(self, rank: int, number: int) -> PlannedFile:
         """Return the file to write; ``number`` is that of names.rank_state_file."""
-        objects = {name for name in self.leaves if not is_in("model", name)}
-        for name in [name for name in objects if is_below(name.rpartition("/")[0], objects)]:
-            del self.leaves[name]
         image = image_of(vars(self), stride_of=stride_in_content, records=True)
         storage_of = {id(tensor): number for number, tensor in enumerate(image.tensors)}
         tensors = [
@@ -239,7 +238,7 @@ class Replicas:
             if values.writes != self.rank:
                 others = self.known.difference(self._names, self.of_rank)
                 names = [name for name in others if is_in(values.part, name)]
-                own.keep_values(values, names, lambda tensor: tensor)
+                own.keep_values(values, names)
         return own
 
     @cached_property
@@ -363,7 +362,8 @@ class Replicas:
             value = tensor if self.stays else None
             if number is not None:  # else it is this rank's own already, and was not staged to be compared
                 value = self._held(number, copy, storage_of)
-            own.keep(copy, value)
+            if value is None:
+                own.lost.append(copy.name)
             return value
 
         for values in self.values:
@@ -391,7 +391,7 @@ class Replicas:
         for key, others in theirs.items():
             claim = Claim.of(key)
             for name in others if not claim.what.endswith(VALUES) else ():
-                if name in self._names:
+                if name in self._names or name in self.of_rank:
                     continue
                 if _is_master(name) or not is_below(name, {*self._containers, *apart}):
                     raise _held_by_some(name, claim.writes, self.rank)
