@@ -46,7 +46,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.layouts.dcp_metadata import dump_metadata
 from nxd_ckpt.saving.plan import SavePlan
-from nxd_ckpt.saving.replica_check import lines_of, refuse_lines, warn_of_own
+from nxd_ckpt.saving.replica_check import lines_of, parameters_that_differ, refuse_lines, warn_of_own
 from nxd_ckpt.saving.replicas import Own
 from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.saving.staging import stage_and_write
@@ -359,7 +359,9 @@ class Ballot:
             forms |= self._votes.digests_of(rank, session.timeout, partial(session.is_gone, rank))
         if len(forms) < len(pair):
             self._collect(ANSWER)  # with the error of the rank that could not tell
-        refuse_lines([(rank, forms[key]) for rank, key in keys.items()], on_mesh=groups is not None)
+        lines = [(rank, forms[key]) for rank, key in keys.items()]
+        self._know(parameters_that_differ(lines) if groups is None else ())
+        refuse_lines(lines, on_mesh=groups is not None)
 
     @property
     def _known(self) -> tuple[str, ...]:

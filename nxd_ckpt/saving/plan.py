@@ -165,12 +165,16 @@ def _plan_optimizer(
     """Return this rank's files of an optimizer that the ranks ``owners`` hold, and what they hold in common."""
     zero1 = kind != "plain"
     key = names.optimizer_file(topology, topology.coordinates, kind)
-    group = owners[:1] if alone else owners
+    group = owners
+    if alone:
+        group = owners[:1]
+        own = {path: about._replace(expert=False) for path, about in optimizer.tensors.items()}
+        optimizer = replace(optimizer, describe=lambda: own)  # each ep rank's file has all that is in it
     experts_only = topology.ep_rank > 0 and not zero1
     writes = _owners(optimizer, use_xser, group, topology, set(), experts_only)
     copies = list(_copies("optimizer", optimizer, writes, owners))
     if use_xser and not zero1:
-        copies += _of_all_experts("optimizer", optimizer, topology, set(), alone=alone)
+        copies += _of_all_experts("optimizer", optimizer, topology, set())
     return _shared_files("optimizer", key, optimizer, use_xser, group, topology, writes), copies
 
 
@@ -191,15 +195,12 @@ def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[
             yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], part)
 
 
-def _of_all_experts(
-    part: str, state: State, topology: Topology, skipped: Collection[str], *, alone: bool = False
-) -> Iterator[Replica]:
-    """Yield the tensors of a part in xser files that all ep ranks hold, and a rank with ep_rank 0 writes."""
+def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collection[str]) -> Iterator[Replica]:
+    """Yield the tensors of a part in xser files that all ep ranks hold, and ranks with ep_rank 0 write."""
     if topology.ep == 1:
         return
     first = Coordinates(topology.pp_rank, tp_rank=topology.tp_rank)
-    writers = topology.replicas(first, expert=True)
-    owners = _owners(state, True, writers[:1] if alone else writers, topology, skipped, False)
+    owners = _owners(state, True, topology.replicas(first, expert=True), topology, skipped, False)
     experts = _experts(state, topology)
     for number, (path, leaf) in enumerate(iter_tensors(state.tree)):
         compares = topology.ep_rank > 0 or owners.get(number) == topology.rank  # the others compare more anyway

@@ -62,14 +62,22 @@ def differing_state(agreement: Agreement, summary: MeshSummary, replica: str, to
 
 
 def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> list[str]:
-    (rank, lines_a), (other_rank, lines_b) = lines_of_ranks
+    found = parameters_that_differ(lines_of_ranks)
+    if not found:
+        _refuse(lines_of_ranks, REPLICAS_ALIKE)
+    (rank, _), (other_rank, _) = lines_of_ranks
+    warn_of_own((rank, other_rank), found)
+    return sorted(found)
+
+
+def parameters_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
+    """Return names of the parameters whose state has other tensors on two replicas; none if other tensors differ too."""
+    (_, lines_a), (_, lines_b) = lines_of_ranks
     names = [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
     parameters = {name for name, line in lines_a.items() if line == [] == lines_b.get(name)}
     found = {next((above for above in lineage(name) if above in parameters), "") for name in names}
-    if not names or "" in found or any(name.endswith(f"/{MASTER_WEIGHTS}") for name in names):
-        _refuse(lines_of_ranks, REPLICAS_ALIKE)
-    warn_of_own((rank, other_rank), found)
-    return sorted(found)
+    is_all = "" not in found and not any(name.endswith(f"/{MASTER_WEIGHTS}") for name in names)
+    return found if is_all else set()
 
 
 def warn_of_own(ranks: tuple[int, int], names: Collection[str]) -> None:
@@ -99,7 +107,8 @@ def lines_of(plan: SavePlan) -> dict[str, list[Any]]:
 
 def refuse_lines(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> None:
     """Raise RanksDisagree with the difference between the lines of two ranks that must hold the same tensors."""
-    _refuse(lines_of_ranks, _MESH_ALIKE if on_mesh else REPLICAS_ALIKE)
+    later = "; or try again: the next save keeps each rank's own" if parameters_that_differ(lines_of_ranks) else ""
+    _refuse(lines_of_ranks, _MESH_ALIKE if on_mesh else f"{REPLICAS_ALIKE}{later}")
 
 
 class MeshSummary:

@@ -1,5 +1,6 @@
 """State of a parameter that only some replicas have, as of optimizers that step each parameter on one rank."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ KINDS: dict[str, Any] = {
     "by owner": imitations.by_owner(imitations.Soap),
     "other shapes": imitations.Blocks,
 }
+MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 
 
 def _made(kind: str, names: tuple[str, ...] = ("a", "b", "c")) -> tuple[Any, Any]:
     torch.manual_seed(1)
     layers = {name: nn.Linear(3, 3) for name in ("a", "b", "c")}
     model = nn.ModuleDict({name: layers[name] for name in names})
-    return model, KINDS[kind](model.parameters())
+    return model, {"momentum": MOMENTUM, **KINDS}[kind](model.parameters())
 
 
 def _step(model: Any, optimizer: Any) -> None:
@@ -70,6 +72,30 @@ def test_each_rank_gets_its_own_state_back(
 ) -> None:
     """Also if a save before had no state yet. The save was refused, or one rank's state was all there was."""
     assert [[]] * 4 == gloo_ranks.run(saves, tmp_path, kind, first, how)
+
+
+def later(rank: int, directory: Path) -> tuple[list[str], bool]:
+    """What saves say of ranks that share the writing, from whose state one differs at the second; does it come back."""
+    model, optimizer = _made("momentum")
+    said = []
+    with Checkpointer(directory) as checkpointer:
+        for number in range(3):
+            _step(model, optimizer)
+            for state in optimizer.state.values() if rank == 1 and number else ():
+                state["more"] = torch.full((2,), number)
+            said.append(refusal(partial(checkpointer.save, number, model, optimizer, use_xser=True)))
+        others = _made("momentum")
+        checkpointer.load(2, *others)
+    return said, _state(*others) == _state(model, optimizer)
+
+
+def test_state_that_differs_later_fails_one_save_of_shared_writing(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """With use_xser. All later ones failed, too."""
+    for said, is_equal in gloo_ranks.run(later, tmp_path):
+        assert ["", ""] == [said[0], said[2]]
+        assert "weight/more is" in said[1]
+        assert "the next save keeps each rank's own" in said[1]
+        assert is_equal
 
 
 def chosen(rank: int, directory: Path) -> Any:
