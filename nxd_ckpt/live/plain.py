@@ -1,8 +1,8 @@
 """Plain torch optimizers: state kept under the parameters themselves.
 
 Nothing tells how an optimizer's plain tensor for a rank's own shard of a DTensor is cut: low-bit optimizers keep codes
-and scales of their shard. So all ranks' tensors are saved as one tensor with a row for each rank of the mesh, under a
-name with the parameter's placement. A load on the same mesh gives each rank its row back; on another one it is refused.
+and scales of their shard. So they are of that rank alone (`is_of_rank`): a load on the same mesh gives each rank its own
+back; on another one it is refused. In older tags they are rows of one tensor, whose name has the parameter's placement.
 
 FSDP cuts a parameter of two rows over four ranks; ranks without a row may leave it out of their optimizer. To the other
 ranks it is one of the optimizer's parameters, so here it counts as one too, with empty state.
@@ -72,7 +72,7 @@ def is_of_rank(parameter: torch.Tensor, entry: Any, value: Any) -> bool:
 
 
 def row_name(parameter: torch.Tensor, entry: Any) -> str:
-    """Return the name under which the rows of an entry are saved: ``codes@ranks|2x2|S(0),R``."""
+    """Return the name under which older tags have the rows of an entry: ``codes@ranks|2x2|S(0),R``."""
     about: Any = parameter
     sizes = "x".join(map(str, about.device_mesh.shape))
     return f"{entry}{ROWS}{sizes}|{','.join(map(str, about.placements))}"
@@ -89,20 +89,15 @@ def own_of_rows(rows: Any) -> Any:
     return map_tensors(rows, lambda row: row[0], torch.Tensor)
 
 
-def as_row(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks of the parameter's mesh, as a DTensor of which this rank has ``value``."""
+def placed_rows(name: str, parameter: torch.Tensor, saved: Any) -> dict[Path, Placed]:
+    """Return the mesh positions of an entry's saved rows, one a rank, by the path of each tensor in it."""
     library: Any = sys.modules["torch.distributed.tensor"]
     about: Any = parameter
     mesh = about.device_mesh
-    rows = torch.empty((mesh.size(), *value.shape), device="meta")
-    return as_part(value.detach().unsqueeze(0), mesh, [library.Shard(0)] * mesh.ndim, rows)
-
-
-def placed_rows(name: str, parameter: torch.Tensor, saved: Any) -> dict[Path, Placed]:
-    """Return the mesh positions of an entry's saved rows, by the path of each tensor in it."""
 
     def placed(shape: tuple[int, ...]) -> Placed:
-        return placed_of(name, as_row(torch.empty(shape[1:], device="meta"), parameter))
+        row, rows = (torch.empty((size, *shape[1:]), device="meta") for size in (1, mesh.size()))
+        return placed_of(name, as_part(row, mesh, [library.Shard(0)] * mesh.ndim, rows))
 
     return {path: placed(form_of(leaf)[1]) for path, leaf in iter_tensors(saved)}
 

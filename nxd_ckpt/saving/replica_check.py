@@ -71,7 +71,7 @@ def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> list[str]:
 
 
 def parameters_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
-    """Return names of the parameters whose state has other tensors on two replicas; none if other tensors differ too."""
+    """Return names of parameters whose state has other tensors on two replicas; none if other tensors differ too."""
     (_, lines_a), (_, lines_b) = lines_of_ranks
     names = [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
     parameters = {name for name, line in lines_a.items() if line == [] == lines_b.get(name)}
