@@ -1,8 +1,8 @@
 """Plain torch optimizers: state kept under the parameters themselves.
 
 Nothing tells how an optimizer's plain tensor for a rank's own shard of a DTensor is cut: low-bit optimizers keep codes
-and scales of their shard. So they are of that rank alone (`is_of_rank`): a load on the same mesh gives each rank its own
-back; on another one it is refused. In older tags they are rows of one tensor, whose name has the parameter's placement.
+and scales of their shard. So they are of that rank alone (`is_of_rank`): a load on the same mesh gives each rank its
+own back; on another one it is refused. In older tags they are rows of one tensor, named with that placement.
 
 FSDP cuts a parameter of two rows over four ranks; ranks without a row may leave it out of their optimizer. To the other
 ranks it is one of the optimizer's parameters, so here it counts as one too, with empty state.

@@ -205,6 +205,7 @@ def replaced(tree: Any, values: Mapping[Path, Any], absent: Collection[Path] = (
     A value below another value, or below what is absent, is there too. ``tree`` itself does not change, and containers
     keep their types.
     """
+    absent = frozenset(absent)  # there may be many
     above = {path[:length] for path in (*values, *absent) for length in range(len(path))}
     below: dict[Path, dict[Any, Any]] = {}
     for path in values:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer
+from nxd_ckpt.live.state_names import replaced
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refusal
 
@@ -294,3 +295,15 @@ def test_dtensors_in_lists_of_a_parameters_state(gloo_ranks: RankPool, tmp_path:
     saved = gloo_ranks.run(resumed_lists, tmp_path, True)
     assert {"DTensor"} == {kind for _, kinds in saved for kind in kinds}
     assert saved == gloo_ranks.run(resumed_lists, tmp_path, False)
+
+
+class _Searched(list[Any]):
+    def __contains__(self, item: object) -> bool:
+        raise AssertionError("it is searched for each entry of the state")
+
+
+def test_what_is_of_a_rank_is_left_out_of_a_state_without_a_search_for_each_entry() -> None:
+    """A save with 2,400 such tensors kept its caller 130 ms longer, and one with more the square of that."""
+    paths = _Searched(("state", index, "codes") for index in range(3))
+    tree = {"state": {index: {"codes": 1, "step": index} for index in range(3)}}
+    assert {"state": {index: {"step": index} for index in range(3)}} == replaced(tree, {}, paths)
