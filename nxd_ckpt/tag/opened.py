@@ -330,15 +330,16 @@ class OpenTag:
         return () if self.mesh is None else self.mesh.differing
 
     def refuse_per_rank(self, *parts: str) -> None:
-        """Raise IncompatibleState if ranks saved their own values of some of these ``parts``, "model" or "optim".
-
-        Nothing tells which of them another job is to take.
-        """
-        own = [name for name in (*self.per_rank, *self.of_groups) if name.partition("/")[0] in parts]
+        """Raise IncompatibleState if ranks saved their own values of some of these ``parts``, "model" or "optim"."""
+        there = {part for part in parts if part != "optim" or self.parts.optimizer is not None}
+        own = [name for name in (*self.per_rank, *self.of_groups) if name.partition("/")[0] in there]
         if own:
+            is_optimizer = all(name.startswith("optim/") for name in own)
+            without = ", or leave out the optimizer: optimizer=False (--no-optimizer)" if is_optimizer else ""
             raise IncompatibleState(
                 f"{self.where}: {first_of(own)} differed between the ranks that saved it, and each rank's own was "
-                "saved: nothing tells whose to convert. Resume on the same ranks, make them equal there, and save again"
+                "saved: nothing tells whose to convert. Resume on the same ranks, make them equal there, and save "
+                f"again{without}"
             )
 
     def rank_state(self, rank: int) -> list[dict[str, Any]]:

@@ -120,8 +120,10 @@ def test_filters_and_other_jobs(gloo_ranks: RankPool, tmp_path: Path) -> None:
         checkpointer.load(1, model)
     assert "optim/a.bias" in said
     assert "nothing tells whose it takes" in said
-    with pytest.raises(IncompatibleState, match=r"optim/a\.bias"):
-        convert(tmp_path, tmp_path / "files", to="files")
+    for form in ("files", "dcp", "tag"):
+        with pytest.raises(IncompatibleState, match=r"optim/a\.bias.* leave out the optimizer: optimizer=False"):
+            convert(tmp_path, tmp_path / form, to=form)
+        convert(tmp_path, tmp_path / form, to=form, optimizer=False)
 
 
 def masters(rank: int, directory: Path) -> str:
