@@ -388,12 +388,13 @@ class Replicas:
                     raise _held_by_some(copy.name, self.rank, copy.writes)
                 if mine.get(key, {}).get(copy.name) != other:
                     own.keep(copy, self._held(number, copy, storage_of), self._path(copy))
+        contained = {*self._containers, *apart}
         for key, others in theirs.items():
             claim = Claim.of(key)
             for name in others if not claim.what.endswith(VALUES) else ():
                 if name in self._names or name in self.of_rank:
                     continue
-                if _is_master(name) or not is_below(name, {*self._containers, *apart}):
+                if _is_master(name) or not is_below(name, contained):
                     raise _held_by_some(name, claim.writes, self.rank)
                 if not is_below(name, apart):
                     own.absent.append(name)
