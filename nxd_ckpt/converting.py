@@ -123,8 +123,8 @@ def convert(src: StrPath, dst: StrPath, **options: Unpack[ConvertKeywords]) -> C
         )
     # Ranks' files may be below the path that was passed, and the rest of the checkpoint beside them.
     refuse_inside(source.root, location_of(dst, "output", chosen.written_with))
-    given = {"model": chosen.model_key, "optimizer": chosen.optim_key}
-    keys = {part: key for part, key in given.items() if key is not None}
+    part_keys = {"model": chosen.model_key, "optimizer": chosen.optim_key}
+    keys = {part: key for part, key in part_keys.items() if key is not None}
     reads_keys = source.writer in _OF_DCP or (source.writer is Program.TORCH_XLA and form != "dcp")
     source = replace(source, keys=keys if reads_keys else {}, optimizer=chosen.optimizer)
     return write(source, dst, replace(chosen, to=form))

@@ -290,11 +290,11 @@ def _summed_up(document: dict[str, Any], parts: Mapping[str, Parts]) -> Iterator
 def _open_tag(directory: str, tag: str | None, options: Options, args: argparse.Namespace) -> Checkpoint:
     from nxd_ckpt.checkpoint import open_checkpoint
 
-    given = opening(args, options)
+    open_options = opening(args, options)
     checkpoint = open_checkpoint(directory, tag, storage_options=options)
-    if checkpoint.manifest is not None or OpenOptions(**given) == OpenOptions(storage_options=options):
+    if checkpoint.manifest is not None or OpenOptions(**open_options) == OpenOptions(storage_options=options):
         return checkpoint
-    return open_checkpoint(directory, tag or checkpoint.tag or None, **given)
+    return open_checkpoint(directory, tag or checkpoint.tag or None, **open_options)
 
 
 def _side(checkpoint: Checkpoint) -> dict[str, Any]:

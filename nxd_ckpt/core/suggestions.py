@@ -75,7 +75,7 @@ def left_out(names: Collection[str]) -> str:
 
 
 SIZE_ADVICE = "build the layer with the sizes of the save (such as in_features and out_features of nn.Linear)"
-"""What to do about a tensor that has another shape now; `ShapeProblems` adds how to leave it out."""
+"""Advice for a tensor that has another shape now; `ShapeProblems` adds how to leave it out."""
 
 
 class ShapeProblems:

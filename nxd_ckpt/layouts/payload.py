@@ -174,11 +174,11 @@ _COUNTS = ("step", "global_step", "epoch")
 class Payload:
     """Content of such a file: the dict, or the state dict of a model or of an optimizer itself.
 
-    ``given`` are keys of parts that the caller names, "" for the content itself.
+    ``part_keys`` are keys of parts that the caller names, "" for the content itself.
     """
 
     content: dict[str, Any]
-    given: Mapping[str, str] = field(default_factory=dict)
+    part_keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def model(self) -> dict[str, Any] | None:
@@ -214,7 +214,7 @@ class Payload:
         nested = any(self._part(part) is not None for part in ("model", "optimizer"))
         has_tensors = any(len(path) == 1 for path, _ in iter_tensors(self.content))
         is_model = has_tensors or any(map(is_extra_state, self.content))
-        return self.given.get("model") == "" or (not nested and not is_optimizer(self.content) and is_model)
+        return self.part_keys.get("model") == "" or (not nested and not is_optimizer(self.content) and is_model)
 
     @property
     def taken(self) -> str:
@@ -231,8 +231,8 @@ class Payload:
 
     def _key(self, part: str) -> str | None:
         """Return the first key of a state; under others a script may have its settings of model and optimizer."""
-        if part in self.given:
-            return self.given[part]
+        if part in self.part_keys:
+            return self.part_keys[part]
         states = {key: state for key in _PARTS[part] if isinstance(state := _alone(self.content.get(key)), dict)}
         others = (key for key, state in states.items() if not state or part == "scheduler")
         return next((key for key, state in states.items() if _holds_state(state)), next(others, None))

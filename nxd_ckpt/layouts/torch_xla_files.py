@@ -376,8 +376,8 @@ def is_trainers(names: Iterable[str]) -> bool:
     return any(map(_TRAINERS.fullmatch, names))
 
 
-def open_files(files: TagFiles, file: str | None, given: Mapping[str, str]) -> PayloadFile:
-    """Open the checkpoint in the directory, or in one ``file`` of it; ``given`` as in `Payload`.
+def open_files(files: TagFiles, file: str | None, part_keys: Mapping[str, str]) -> PayloadFile:
+    """Open the checkpoint in the directory, or in one ``file`` of it; ``part_keys`` as in `Payload`.
 
     Raises:
         CheckpointNotFound: several files, each a checkpoint of its own.
@@ -385,7 +385,7 @@ def open_files(files: TagFiles, file: str | None, given: Mapping[str, str]) -> P
         MalformedFile: no such files, or of two saves.
     """
     names = sorted(filter(_is_payload, files.names())) if file is None else [file]
-    payloads = {name: _payload(files, name, given) for name in names}
+    payloads = {name: _payload(files, name, part_keys) for name in names}
     sharded = {name: payload for name, payload in payloads.items() if METADATA in payload.content}
     where = files.directory
     single = [name for name in names if name not in sharded]
@@ -410,16 +410,16 @@ def _is_payload(name: str) -> bool:
     return _TRAINERS.fullmatch(name) is not None or (name.endswith(".pth") and not RANDOM_STATES.fullmatch(name))
 
 
-def _payload(files: TagFiles, name: str, given: Mapping[str, str]) -> Payload:
+def _payload(files: TagFiles, name: str, part_keys: Mapping[str, str]) -> Payload:
     payload = payload_of(files.tree(name), files.where(name))
     content = payload.content
-    for key in filter(None, given.values()):
+    for key in filter(None, part_keys.values()):
         if key not in content:
             raise PartNotFound(f"{files.where(name)} has nothing under {key!r}; found keys {payload.keys}")
     of_trainer = _TRAINERS.fullmatch(name)
     beside = f"{of_trainer[1]}{_OPTIMIZER}" if of_trainer is not None else ""
     if of_trainer is None or not files.has(beside):
-        return Payload(content, given)
+        return Payload(content, part_keys)
     optimizer = payload_of(files.tree(beside), files.where(beside)).content
     if optimizer.get(METADATA) != content.get(METADATA):
         raise MalformedFile(

@@ -209,7 +209,7 @@ class Slot:
         for path, value in iter_tensors(saved):
             entry = path[0]
             own = lives.get(path)
-            is_as_parameter = entry != STEP and not (plain and "/".join(map(str, ("optim", self.name, *path))) in plain)
+            is_as_parameter = entry != STEP and not (plain and self.global_name(*path) in plain)
             model: Any = self.key if own is None and is_as_parameter else own
             if not is_dtensor(model):
                 continue
@@ -221,7 +221,7 @@ class Slot:
                 cut = {dim for part in Assembly.of(value).fragments for dim, at in enumerate(part.target.offset) if at}
                 model = self.models[path] = model_of(self.key, shape, sorted(cut))
             if shape == tuple(model.shape):
-                self.placed[path] = placed_of("/".join(map(str, (self.global_name(entry), *path[1:]))), model)
+                self.placed[path] = placed_of(self.global_name(*path), model)
 
     @cached_property
     def is_row_major(self) -> bool:
@@ -241,7 +241,7 @@ class Slot:
 
     def describe(self, parts: Path, tensor: torch.Tensor) -> StateTensor:
         """Describe the state entry at ``parts`` ("exp_avg", ...): cut like the parameter if shaped like it."""
-        name = f"optim/{self.name}/{parts[0]}" if len(parts) == 1 else "/".join(map(str, ("optim", self.name, *parts)))
+        name = f"optim/{self.name}/{parts[0]}" if len(parts) == 1 else self.global_name(*parts)
         if parts == (STEP,) or tensor.shape != self._shape:
             return StateTensor(name, None, 1, 0, None, self._is_expert)
         return StateTensor(name, self.spec, self.shards, self.shard, None, self._is_expert)
@@ -259,9 +259,9 @@ class Slot:
         """Dtype of the master weights that the state belongs to; None if it belongs to the parameter itself."""
         return None if self.key is self.parameter else dtype_name(self.key.dtype)
 
-    def global_name(self, entry: Any) -> str:
-        """Return the global name of an entry of its state."""
-        return f"optim/{self.name}/{entry}"
+    def global_name(self, *path: Any) -> str:
+        """Return the global name of an entry of its state, or of a tensor at a ``path`` that begins with the entry."""
+        return "/".join(map(str, ("optim", self.name, *path)))
 
     def clear_gradients(self) -> None:
         for tensor in (self.parameter, self.key):

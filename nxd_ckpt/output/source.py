@@ -96,7 +96,7 @@ class Source:
             opened = open_source(self.place)
         else:
             what = ByPath(self.place.name, self.writer.value)
-            opened = what.open(self.place.open(), self.place.name, given=self.keys)
+            opened = what.open(self.place.open(), self.place.name, part_keys=self.keys)
         if self.optimizer and opened.parts.optimizer is None:
             raise PartNotFound(f"{opened.where} was saved without an optimizer; leave out optimizer=True")
         if self.optimizer is False:

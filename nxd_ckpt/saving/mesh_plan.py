@@ -86,8 +86,7 @@ class MeshPlan:
         about = chain.from_iterable(self.tensors.values())
         tensors = zip(self.record.tensors, about, strict=True)
         alike = tuple(whole for whole, tensor in tensors if not may_differ(tensor.about))
-        placed = tuple(layout for key, layout in self._layouts.items() if key is not None)
-        record = MeshRecord(placed, alike)
+        record = MeshRecord(self._placed_layouts, alike)
         return sha256(document.plain(record.to_json()).encode()).hexdigest()[:32]
 
     @property
@@ -142,8 +141,11 @@ class MeshPlan:
     @cached_property
     def _ordered_layouts(self) -> tuple[Layout, ...]:
         """The layouts, last that of plain tensors, which not all ranks need have."""
-        placed = [layout for key, layout in self._layouts.items() if key is not None]
-        return (*placed, *(layout for key, layout in self._layouts.items() if key is None))
+        return (*self._placed_layouts, *(layout for key, layout in self._layouts.items() if key is None))
+
+    @property
+    def _placed_layouts(self) -> tuple[Layout, ...]:
+        return tuple(layout for key, layout in self._layouts.items() if key is not None)
 
     @cached_property
     def _numbers(self) -> dict[int, int]:

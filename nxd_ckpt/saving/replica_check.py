@@ -5,7 +5,7 @@ Only digests are exchanged: names are sent if something is wrong, and by the lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -56,28 +56,37 @@ def differing_state(agreement: Agreement, summary: MeshSummary, replica: str, to
     ask = decided_by_rank0(agreement, lambda: unlike(digests or [], topology))
     if not ask:
         return []
-    lines = {**summary.lines, **{f"optim/{name}": [] for name in summary.state.optimizer_names or ()}}
+    lines = _with_parameters(summary.lines, summary.state.optimizer_names or ())
     gathered = agreement.gather(lines if agreement.rank in ask else None) or []
     return decided_by_rank0(agreement, lambda: _differing_state([(rank, gathered[rank] or {}) for rank in ask]))
 
 
 def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> list[str]:
-    found = parameters_that_differ(lines_of_ranks)
-    if not found:
+    parameters = parameters_that_differ(lines_of_ranks)
+    if not parameters:
         _refuse(lines_of_ranks, REPLICAS_ALIKE)
     (rank, _), (other_rank, _) = lines_of_ranks
-    warn_of_own((rank, other_rank), found)
-    return sorted(found)
+    warn_of_own((rank, other_rank), parameters)
+    return sorted(parameters)
+
+
+def _with_parameters(lines: _Lines, parameters: Iterable[str]) -> _Lines:
+    """Return the lines, and one without a tensor for each of an optimizer's parameters."""
+    return {**lines, **{f"optim/{name}": [] for name in parameters}}
+
+
+def _differing_names(lines_a: _Lines, lines_b: _Lines) -> list[str]:
+    return [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
 
 
 def parameters_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
     """Return names of parameters whose state has other tensors on two replicas; none if other tensors differ too."""
     (_, lines_a), (_, lines_b) = lines_of_ranks
-    names = [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
+    names = _differing_names(lines_a, lines_b)
     parameters = {name for name, line in lines_a.items() if line == [] == lines_b.get(name)}
-    found = {next((above for above in lineage(name) if above in parameters), "") for name in names}
-    is_all = "" not in found and not any(name.endswith(f"/{MASTER_WEIGHTS}") for name in names)
-    return found if is_all else set()
+    differing = {next((above for above in lineage(name) if above in parameters), "") for name in names}
+    is_all = "" not in differing and not any(name.endswith(f"/{MASTER_WEIGHTS}") for name in names)
+    return differing if is_all else set()
 
 
 def warn_of_own(ranks: tuple[int, int], names: Collection[str]) -> None:
@@ -102,7 +111,7 @@ def lines_of(plan: SavePlan) -> dict[str, list[Any]]:
     values = () if plan.replicas is None else plan.replicas.values
     parameters = [name for each in values if each.part == "optimizer" for name in each.parameters or ()]
     lines: _Lines = {copy.name: [copy.form[0], list(copy.form[1]), None, None] for copy in plan.copies}
-    return {**lines, **{f"optim/{name}": [] for name in parameters}}
+    return _with_parameters(lines, parameters)
 
 
 def refuse_lines(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> None:
@@ -191,7 +200,7 @@ def _refuse(lines_of_ranks: Sequence[tuple[int, _Lines]], advice: str) -> None:
         raise RanksDisagree(
             f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
         )
-    names = [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
+    names = _differing_names(lines_a, lines_b)
     if names:
         name, *others = names
         texts = [_line_text(lines.get(name)) for lines in (lines_a, lines_b)]

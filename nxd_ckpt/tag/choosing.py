@@ -44,7 +44,7 @@ from nxd_ckpt.tag.directory import (
     list_tags,
 )
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.recognise import NONE_GIVEN, Program, open_as, recognise
+from nxd_ckpt.tag.recognise import NO_PART_KEYS, Program, open_as, recognise
 from nxd_ckpt.tag.verification import verify_file
 
 _SWAP_TAKES = 10.0
@@ -324,9 +324,9 @@ class ByPath(NamedTuple):
         *,
         trust_pickle: bool = False,
         tells: bool = True,
-        given: Mapping[str, str] = NONE_GIVEN,
+        part_keys: Mapping[str, str] = NO_PART_KEYS,
     ) -> OpenTag:
-        """Open it as ``key`` of the storage; ``given`` as for `open_as`. Raises the errors of opening its layout.
+        """Open it as ``key`` of the storage; ``part_keys`` as for `open_as`. Raises the errors of opening its layout.
 
         With ``tells`` a warning says which keys of a script's own dict were taken for model and optimizer, and which
         files of weights are not read.
@@ -337,7 +337,7 @@ class ByPath(NamedTuple):
                 logger.warning("%s", directory.strays)
             return OpenTag(storage, key, WeightsLayout(directory), None)
         writer = Program(self.writer)
-        layout = None if writer.writes_tags else open_as(writer, storage, key, trust_pickle, given)
+        layout = None if writer.writes_tags else open_as(writer, storage, key, trust_pickle, part_keys)
         if layout is None:
             return open_complete_tag(storage, key, trust_pickle=trust_pickle)
         if tells and writer is Program.TORCH_XLA and isinstance(layout, PayloadFile) and layout.taken:

@@ -141,15 +141,15 @@ def _refuse_file(storage: Storage, key: str, where: str) -> None:
         raise UnsupportedState(f"{where} is {other}")
 
 
-NONE_GIVEN: Mapping[str, str] = {}
+NO_PART_KEYS: Mapping[str, str] = {}
 
 
 def open_as(
-    writer: Program, storage: Storage, key: str, trust_pickle: bool = False, given: Mapping[str, str] = NONE_GIVEN
+    writer: Program, storage: Storage, key: str, trust_pickle: bool = False, part_keys: Mapping[str, str] = NO_PART_KEYS
 ) -> TagLayout | None:
     """Open what `recognise` found to be of that ``writer``; None if it is read as tags are.
 
-    ``given`` are the keys of parts in a file of torch.save, if the caller names them.
+    ``part_keys`` are those of parts in a file of torch.save, if the caller names them.
 
     Raises CheckpointNotFound, PartNotFound, MalformedFile: errors of opening its layout.
     """
@@ -158,7 +158,7 @@ def open_as(
         return nemo.open_files(TagFiles(storage, folder.rpartition("/")[0], trust_pickle=trust_pickle), file)
     if writer is Program.TORCH_XLA:
         above, name = (folder, file) if storage.is_file(key) else (key, None)
-        return torch_xla_files.open_files(TagFiles(storage, above, trust_pickle=trust_pickle), name, given)
+        return torch_xla_files.open_files(TagFiles(storage, above, trust_pickle=trust_pickle), name, part_keys)
     opens = _OPENS.get(writer)
     return None if opens is None else opens(TagFiles(storage, key, trust_pickle=trust_pickle))
 

@@ -46,7 +46,7 @@ def test_a_part_that_one_tag_lacks_takes_one_line(run: Run, tmp_path: Path) -> N
 
 
 def test_a_file_is_opened_once_to_compare_it(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is said of it is said once."""
+    """A warning of it comes once."""
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "a.pt")
     save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
     assert 1 == run("diff", tmp_path / "a.pt", tmp_path / "b.safetensors").code

@@ -125,7 +125,7 @@ def loaded(rank: int, directory: Path, ckpt_path: Path) -> list[list[float]]:
 
 
 def refused(rank: int, directory: Path) -> list[str]:
-    """What is said to two optimizers, a changed state and a CheckpointIO of another's."""
+    """Errors of two optimizers, a changed state and a CheckpointIO of another's."""
     cases: list[dict[str, Any]] = [
         {"kind": TwoOptimizers},
         {"callbacks": [Averages()]},

@@ -582,7 +582,7 @@ def test_a_script_s_state_under_a_key_of_its_own_is_told_how_to_be_read(tmp_path
 
 
 def test_a_file_called_done_beside_a_model_makes_no_tag_of_it(tmp_path: Path) -> None:
-    """As a script leaves one after a download: the directory was a complete tag, which held nothing."""
+    """A script leaves one after a download: the directory was a complete tag, which held nothing."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "done").touch()
     assert ["model/w"] == open_checkpoint(tmp_path).keys()

@@ -138,7 +138,7 @@ def test_state_of_uneven_shards_comes_back(gloo_ranks: RankPool, tmp_path: Path,
 
 
 def of_before(rank: int, directory: Path) -> tuple[bool, str]:
-    """Whether this rank's state comes back from a tag with rows of all ranks, and what a load on another mesh says."""
+    """True if this rank's state comes back from a tag with rows of all ranks; the error of a load on another mesh."""
     model, optimizer = made((2, 2))
     content: dict[str, Any] = {}
     with Checkpointer(directory) as checkpointer:

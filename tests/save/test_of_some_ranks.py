@@ -75,7 +75,7 @@ def test_each_rank_gets_its_own_state_back(
 
 
 def later(rank: int, directory: Path) -> tuple[list[str], bool]:
-    """What saves say of ranks that share the writing, from whose state one differs at the second; does it come back."""
+    """Errors of saves of ranks that share the writing, one of which differs later, and True if the last comes back."""
     model, optimizer = _made("momentum")
     said = []
     with Checkpointer(directory) as checkpointer:
@@ -99,7 +99,7 @@ def test_state_that_differs_later_fails_one_save_of_shared_writing(gloo_ranks: R
 
 
 def chosen(rank: int, directory: Path) -> Any:
-    """What a load without an entry leaves, and says of the rest."""
+    """Parameters with state after a load without an entry, and which of them have the entry."""
     model, optimizer = _made("by owner")
     _step(model, optimizer)
     with Checkpointer(directory) as checkpointer:
@@ -111,7 +111,7 @@ def chosen(rank: int, directory: Path) -> Any:
 
 
 def test_filters_and_other_jobs(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """What is left out of a load is left out; other ranks and conversions refuse it, by name."""
+    """A load leaves out state of single ranks, too; other ranks and conversions refuse it, by name."""
     owned = [["a.weight", "c.weight"], ["a.bias", "c.bias"], ["b.weight"], []]
     assert [(names, [False] * len(names)) for names in owned] == gloo_ranks.run(chosen, tmp_path)
     model, optimizer = _made("other shapes")
@@ -127,7 +127,7 @@ def test_filters_and_other_jobs(gloo_ranks: RankPool, tmp_path: Path) -> None:
 
 
 def masters(rank: int, directory: Path) -> str:
-    """What a save says of master weights that one rank alone keeps."""
+    """The error of a save of master weights that one rank alone keeps."""
     state: dict[str, Any] = {"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
     state |= {"sharded_master_weights": {0: torch.ones(2)}} if rank == 2 else {}
     with Checkpointer(directory) as checkpointer:

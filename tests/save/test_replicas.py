@@ -354,7 +354,7 @@ def test_other_names_at_the_load_find_what_is_a_ranks_own(gloo_ranks: RankPool, 
 
 
 def of_expert_ranks(rank: int, directory: Path, use_xser: bool, on: int | None) -> list[bool]:
-    """Whether weights and moments of a rank come back, of which NxD keeps one copy for all expert-parallel ranks.
+    """True if weights and moments of a rank come back, of which NxD keeps one copy for all expert-parallel ranks.
 
     One rank has a moment more.
     """

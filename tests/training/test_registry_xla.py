@@ -189,7 +189,7 @@ def test_what_is_of_one_rank_is_resumed(xla_ranks: RankPool) -> None:
 
 
 def _of_each_rank(rank: int) -> str:
-    """What differs after a resume of replicas whose optimizers keep other state on each rank."""
+    """Differences after a resume of replicas whose optimizers keep other state on each rank."""
     import torch_xla
 
     def make() -> Any:
