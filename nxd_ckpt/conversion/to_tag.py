@@ -69,7 +69,9 @@ def to_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
 def _job(source: Source, target: Location, opened: OpenTag, chosen: ConvertOptions, process: int) -> Job:
     saved = opened.parts
     sizes: Mapping[str, int] = chosen.sizes
-    converts_optimizer = source.is_tag and chosen.optimizer_form in ("zero1", "zero1_full") and set(sizes) <= {"dp"}
+    becomes_zero1 = (saved.optimizer, chosen.optimizer_form, chosen.optim_only) == ("plain", "zero1", False)
+    keeps_sizes = source.is_tag and set(sizes) <= {"dp"} and not becomes_zero1
+    converts_optimizer = keeps_sizes and chosen.optimizer_form in ("zero1", "zero1_full")
     if converts_optimizer:
         sizes = _zero1_sizes(opened, chosen)
     recuts = source.is_tag and chosen.tp not in (None, opened.topology.tp)

@@ -147,7 +147,7 @@ def test_an_input_without_a_zero1_optimizer_is_refused(golden: Path, tmp_path: P
     """A plain optimizer is the same for any number of ranks; a model alone has none."""
     plain = saved(golden, "g_dp2_tp2_nozero1_xser").directory / "step_3"
     save_as_every_rank(tmp_path / "model", "step_1", [Topology()], lambda rank: {"model": {"weight": torch.ones(2)}})
-    refused(OptimizerMismatch, "plain optimizer", plain, tmp_path / "out")
+    refused(OptimizerMismatch, "plain optimizer", plain, tmp_path / "out", optimizer_form="zero1_full")
     refused(OptimizerMismatch, "no optimizer", tmp_path / "model" / "step_1", tmp_path / "out")
     save_as_every_rank(tmp_path / "neither", "step_1", [Topology()], lambda rank: {"user_content": 1})
     with pytest.raises(PartNotFound, match="neither"):

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint
+from nxd_ckpt import Topology, convert, load_checkpoint, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import PartNotFound
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.conversion.tags import contents, model, optimizers, plainly, save_example, sharded, whole
@@ -120,3 +121,19 @@ def test_what_ranks_saved_for_themselves_stays_with_their_number(tmp_path: Path)
     assert {"rank": 1} == open_checkpoint(tmp_path, "same").rank_content(1)
     assert not open_checkpoint(tmp_path, "dp3").parts.rank_content
     assert not (tmp_path / "dp3" / "rank_content").exists()
+
+
+def test_a_plain_optimizer_is_sharded_on_request(tmp_path: Path) -> None:
+    """With dp alone, as with all sizes: the shards of a job of that size, put together, are the plain optimizer."""
+    trained = torch.nn.Linear(3, 5)
+    plain = torch.optim.AdamW(trained.parameters())
+    trained(torch.ones(2, 3)).sum().backward()
+    plain.step()
+    save_checkpoint(tmp_path / "saved", "plain", trained, plain)
+
+    convert(tmp_path / "saved" / "plain", tmp_path / "dp2", to="tag", optimizer_form="zero1", dp=2)
+
+    assert "zero1" == open_checkpoint(tmp_path, "dp2").parts.optimizer
+    resumed = torch.optim.AdamW(trained.parameters())
+    load_checkpoint(tmp_path, "dp2", trained, resumed)
+    assert None is difference(plain.state_dict(), resumed.state_dict())
