@@ -422,7 +422,7 @@ class Replicas:
     def _held(self, number: int, copy: Replica, storage_of: Mapping[int, int]) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
         if self.whole or copy.nbytes <= LARGE:
-            staged = self._staged.get(storage_of[number])
+            staged = self._staged.get(storage_of[number]) if copy.nbytes else memoryview(b"")  # no wave has empty ones
             if staged is not None:
                 value = _tensor_at(staged, *copy.form)
                 return value if copy.stride is None else with_note(value, copy.stride)
