@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cached_property
 
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import InvalidArgument
 
 IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
@@ -83,11 +84,10 @@ def filtered_name(name: str) -> str:
     return part if part == "scheduler" else "/".join((part, *rest[:1]))
 
 
-def how_to_leave_out(name: str) -> str:
-    """Return what to do about a value that no other job can take."""
-    return (
-        f"Load on the ranks and meshes that it was saved on, or leave it out with ignore_keys=[{filtered_name(name)!r}]"
-    )
+def how_to_leave_out(names: Iterable[str]) -> str:
+    """Return what to do about values that no other job can take."""
+    filtered = first_of(dict.fromkeys(map(filtered_name, names)), repr)
+    return f"Load on the ranks and meshes of the save, or leave out what differed with ignore_keys=[{filtered}]"
 
 
 def lineage(name: str) -> Iterator[str]:

@@ -36,6 +36,7 @@ from nxd_ckpt.live.parameters import (
     plain_address,
     refuse_unsupported,
     spec_of,
+    synchronised,
     traits_of,
 )
 from nxd_ckpt.live.torch_xla import copy_in
@@ -71,13 +72,15 @@ class ModelAdapter:
         tensors = self._tensors
         kept = self.kept()
         frozen = Frozen({name: self.live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
+        given = self.synchronised()
 
         def describe() -> dict[Path, StateTensor]:
             described = {}
             for path, leaf in iter_tensors(frozen.tree, torch.Tensor):
                 spec = state.parameters.get(name := "/".join(map(str, path)))
                 expert = spec is not None and spec.partition.expert
-                about = StateTensor(f"model/{name}", spec, tie=ties.get(kept.get(name, name)), expert=expert)
+                live = kept.get(name, name)
+                about = StateTensor(f"model/{name}", spec, tie=ties.get(live), expert=expert, given=given.get(live, ()))
                 described[path] = frozen.placed(about, leaf)
             return described
 
@@ -86,9 +89,13 @@ class ModelAdapter:
             return {name: specs[live] for name, live in kept.items() if live in specs}
 
         traits = [traits_of(tensor) for tensor in tensors.values()]
-        cache_key = tp, traits, self.layer_cuts(tp), ties, frozen.cache_key()
+        cache_key = tp, traits, self.layer_cuts(tp), ties, given, frozen.cache_key()
         state = ModelState(frozen.tree, describe, cache_key, frozen.is_placed, specify=specify)
         return state
+
+    def synchronised(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks that get the first one's value before the next use, by the buffer's name."""
+        return {}
 
     def kept(self) -> dict[str, str]:
         """Map the names that a save keeps to the live names."""
@@ -322,6 +329,7 @@ class ModuleModel(ModelAdapter):
     """
 
     def __init__(self, model: Any, may_be_meta: bool = False) -> None:
+        self._given = synchronised(model)
         model = own_root(model)
         local = getattr(model, "local_state_dict", None)
         self._is_stage = callable(local)
@@ -372,6 +380,9 @@ class ModuleModel(ModelAdapter):
         if self._modules == [self._model] and isinstance(self._model, torch.nn.Module):
             return set(map(id, self._own_by_name.values()))
         return {id(tensor) for module in self._modules for tensor in (*module.parameters(), *module.buffers())}
+
+    def synchronised(self) -> dict[str, tuple[int, ...]]:
+        return {name: self._given[id(tensor)] for name, tensor in self._tensors.items() if id(tensor) in self._given}
 
     def parameter_names(self) -> dict[int, str]:
         """Return names by the id of the live parameter, also of parameters that ``state_dict()`` leaves out."""

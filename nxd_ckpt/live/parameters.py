@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -315,3 +316,22 @@ def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:
         )
     except InvalidArgument:
         return Partition(expert=expert, known=False)
+
+
+def synchronised(model: Any) -> dict[int, tuple[int, ...]]:
+    """Return the ranks that get a buffer of the first of them before the next use, by the buffer's id.
+
+    DistributedDataParallel gives it to them.
+    """
+    kind = torch.nn.parallel.DistributedDataParallel
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    buffers: dict[int, tuple[int, ...]] = {}
+    for wrapper in (each for each in modules if isinstance(each, kind)):
+        own: Any = wrapper
+        if not own.will_sync_module_buffers() or hasattr(own, "buffer_hook"):
+            continue
+        with suppress(KeyError):  # the group was destroyed
+            ranks = tuple(torch.distributed.get_process_group_ranks(own.process_group))
+            named = own.module.named_buffers()
+            buffers |= {id(buffer): ranks for name, buffer in named if name not in own.parameters_to_ignore}
+    return buffers

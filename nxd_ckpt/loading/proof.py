@@ -120,9 +120,8 @@ class Provenance:
 
     def _is_in_place(self, about: StateTensor, stored: TensorEntry, leaf: TensorStub) -> bool:
         """Return whether the leaf is all of ``stored``, and that is where the live tensor is."""
-        _, spec, shards, shard, _, _, placed = about
         form = stored.dtype, stored.shape, leaf.dtype, leaf.shape, leaf.stride
-        key = id(placed), id(spec), shards, shard, id(stored.pieces), form  # of many tensors, few
+        key = id(about.placed), id(about.spec), about.shards, about.shard, id(stored.pieces), form  # of many, few
         verdict = self._in_place.get(key)
         if verdict is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
             pieces = about.pieces(self._topology, stored.shape)

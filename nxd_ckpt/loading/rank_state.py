@@ -51,7 +51,7 @@ class RankState:
             raise IncompatibleState(
                 f"{self.where}: {first_of(names)} differed between the ranks that saved it on {_described(self.on)}, "
                 f"and each rank's own was saved; this job is on {_described(live)}, and nothing tells whose it takes. "
-                f"{how_to_leave_out(min(names))}"
+                f"{how_to_leave_out(sorted(names))}"
             )
 
     def put_into(
@@ -92,7 +92,8 @@ class RankState:
         if self.meshes.get(name) != mesh or not (is_free or form_of(own) == form_of(leaf)):
             raise IncompatibleState(
                 f"{self.where}: {name} differed between the ranks that saved it, and each rank's own was saved, here "
-                f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. {how_to_leave_out(name)}"
+                f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. "
+                f"{how_to_leave_out([name])}"
             )
 
 
@@ -121,7 +122,7 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
         raise IncompatibleState(
             f"{opened.where}: {first_of(names)} differed between the ranks that saved it ({saved.describe()}), and "
             f"each rank's own was saved; this is another job ({topology.describe()}), and nothing tells whose "
-            f"it takes. {how_to_leave_out(names[0])}"
+            f"it takes. {how_to_leave_out(names)}"
         )
     leaves: dict[str, Any] = {}
     paths: dict[str, Sequence[Any]] = {}

@@ -332,7 +332,7 @@ class ReshardedOptimizer:
                 live = self._context.live.describe()
                 raise IncompatibleState(
                     f"{self._context.opened.where}: {name} differed between the ranks that saved it ({sizes}), and "
-                    f"nothing tells whose this job ({live}) takes. {how_to_leave_out(name)}"
+                    f"nothing tells whose this job ({live}) takes. {how_to_leave_out([name])}"
                 )
 
     def _refuse_unequal_replicas(self, name: str, spec: ParameterSpec, saved: _SavedParameter, key: str) -> None:

@@ -126,7 +126,7 @@ def plan_save(
         experts_only = topology.ep_rank > 0
         writes = _owners(state.model, state.use_xser, group, topology, skipped, experts_only)
         files += _shared_files("model", key, state.model, state.use_xser, group, topology, writes)
-        copies += _copies("model", state.model, writes, group)
+        copies += _copies("model", state.model, writes, group, topology)
         copies += _of_all_experts("model", state.model, topology, skipped) if state.use_xser else ()
         writers["model"] = group[0]
     if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
@@ -172,7 +172,7 @@ def _plan_optimizer(
         optimizer = replace(optimizer, describe=lambda: own)  # each ep rank's file has all that is in it
     experts_only = topology.ep_rank > 0 and not zero1
     writes = _owners(optimizer, use_xser, group, topology, set(), experts_only)
-    copies = list(_copies("optimizer", optimizer, writes, owners))
+    copies = list(_copies("optimizer", optimizer, writes, owners, topology))
     if use_xser and not zero1:
         copies += _of_all_experts("optimizer", optimizer, topology, set())
     return _shared_files("optimizer", key, optimizer, use_xser, group, topology, writes), copies
@@ -188,10 +188,16 @@ def _with_places(copies: Iterable[Replica], files: Sequence[PlannedFile]) -> Ite
     return (copy._replace(place=places.get((copy.part, copy.name))) for copy in copies)
 
 
-def _copies(part: str, state: State, owners: Mapping[int, int], group: Sequence[int]) -> Iterator[Replica]:
-    """Yield the tensors of a part that all ranks of the ``group`` hold; ``owners`` write them, by number."""
+def _copies(
+    part: str, state: State, owners: Mapping[int, int], group: Sequence[int], topology: Topology
+) -> Iterator[Replica]:
+    """Yield the tensors of a part that all ranks of the ``group`` hold; ``owners`` write them, by number.
+
+    Not those that the first one, which writes them, gives to the others anyway.
+    """
+    ranks = tuple(rank if topology.members is None else topology.members[rank] for rank in group)
     for number, (path, leaf) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
-        if number in owners:
+        if number in owners and not (owners[number] == group[0] and state.tensors[path].given == ranks):
             yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], part)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from nxd_ckpt import Checkpointer, Topology
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint
 from nxd_ckpt.errors import CheckpointError, RanksDisagree
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
@@ -100,3 +100,39 @@ def test_a_rank_without_others_cannot_check(tmp_path: Path) -> None:
     Checkpointer(tmp_path).check_replicas(model)
     with pytest.raises(CheckpointError, match=r"check_replicas\(\) needs torch.distributed to be initialised"):
         Checkpointer(tmp_path, topology=Topology(dp=2), run_id="r").check_replicas(model)
+
+
+def normed(rank: int, directory: Path, kind: str) -> tuple[list[float], list[float], int]:
+    """The running mean of a module under DDP as it was saved and as it came back, and the number of warnings."""
+    pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.BatchNorm1d(1, affine=True),
+        broadcast_buffers=kind != "of each rank",
+        process_group=pairs[rank // 2] if kind == "of a pair" else None,
+    )
+    mean = model.module.get_buffer("running_mean")
+    with logged() as messages, Checkpointer(directory) as checkpointer:
+        for step in range(3):
+            model(torch.full((2, 1), float(rank + step))).sum().backward()
+            checkpointer.save(step, {"named": model} if step else model, async_save=step == 2)
+        saved = mean.tolist()
+        mean.zero_()
+        checkpointer.load(2, {"named": model})
+    return saved, mean.tolist(), len([each for each in messages if "count as replicas" in each])
+
+
+@pytest.mark.parametrize("kind", ["of the job", "of a pair", "of each rank"])
+def test_buffers_that_ddp_broadcasts_are_those_of_its_first_rank(
+    gloo_ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
+    """They differ after each step, and DDP gives rank 0's to all before the next; so they go to any number of ranks."""
+    answers = gloo_ranks.run(normed, tmp_path, kind)
+    first = answers[0][0]
+    if kind != "of the job":
+        assert [loaded for _, loaded, _ in answers] == [saved for saved, _, _ in answers] != [first] * 4
+        return
+    assert [(first, 0)] * 4 == [(loaded, warnings) for _, loaded, warnings in answers]
+    alone = torch.nn.BatchNorm1d(1)
+    load_checkpoint(tmp_path, "step_2", {"named": alone}, topology=Topology())
+    assert first == alone.get_buffer("running_mean").tolist() != answers[1][0]

@@ -258,3 +258,12 @@ def test_live_tensors_that_share_some_memory_are_refused(tmp_path: Path) -> None
     same = torch.zeros(4, 4)
     load_checkpoint(tmp_path, "tied", {"a": same, "b": same.detach()})
     assert torch.equal(torch.ones(4, 4), same)
+
+
+def test_a_model_whose_process_group_was_destroyed_is_saved(tmp_path: Path) -> None:
+    """Scripts destroy it at the end, and save after that."""
+    group = dist.new_group([0])
+    model = torch.nn.parallel.DistributedDataParallel(plain(), process_group=group)
+    dist.destroy_process_group(group)
+    save_checkpoint(tmp_path, "t", model)
+    assert open_checkpoint(tmp_path).keys("model/0.norm.*")
