@@ -49,6 +49,16 @@ STORAGE_CLASSES = {
 }
 """Torch's legacy storage class of each dtype that has one; newer dtypes are written as ``UntypedStorage``."""
 
+_NOT_DENSE = {
+    "_rebuild_sparse_tensor": "a sparse tensor: densify it (to_dense())",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor: densify it (to_dense())",
+    "_rebuild_qtensor": "a quantized tensor: save the dense tensors that it is made of",
+    "_rebuild_nested_tensor": "a nested tensor: keep its parts (unbind())",
+    "_rebuild_njt": "a nested tensor: keep its parts (unbind())",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, without values: leave it out",
+}
+"""Tensors that are no numbers in one storage, by torch's functions that rebuild them, with what to save in place."""
+
 _DTYPE_OF_STORAGE = {storage: dtype for dtype, storage in STORAGE_CLASSES.items()}
 _UNTYPED = "uint8"
 
@@ -197,7 +207,12 @@ class _Parts:
         }
 
     def find(self, module: str, name: str) -> Any:
-        """Return the object for one of torch's globals, None for any other."""
+        """Return the object for one of torch's globals, None for any other.
+
+        Raises UnsupportedState for those of tensors that are not dense.
+        """
+        if name in _NOT_DENSE and module.startswith("torch."):
+            raise UnsupportedState(f"{self._file}: it holds {_NOT_DENSE[name]}, and save the file again")
         storage = name.removesuffix("Storage") != name and module in ("torch", "torch.storage", "torch.cuda")
         if storage and (name == "UntypedStorage" or name in _DTYPE_OF_STORAGE):
             return _StorageClass(_DTYPE_OF_STORAGE.get(name, _UNTYPED))
