@@ -42,6 +42,22 @@ nxd_ckpt.save_checkpoint(os.path.join(path, "other"), "first", state["model"], a
 nxd_ckpt.save_checkpoint(path, "last", state["model"], async_save=True)
 sys.exit()
 """,
+    "caught": """
+try:
+    nxd_ckpt.save_checkpoint(path, "last", state["model"], async_save=True)
+    nxd_ckpt.finalize_checkpoint()
+except nxd_ckpt.errors.SaveFailed:
+    print("caught")
+""",
+    "exception": """
+nxd_ckpt.save_checkpoint(path, "last", state["model"], async_save=True)
+raise LookupError("no batch")
+""",
+    "exception, alone": """
+alone = {"topology": nxd_ckpt.Topology(dp=2), "run_id": "a", "timeout": 3600}
+nxd_ckpt.save_checkpoint(path, "last", state["model"], async_save=True, **alone)
+raise LookupError("no batch")
+""",
     "thread": """
 import threading
 def save():
@@ -51,7 +67,7 @@ threading.Thread(target=save).start()
 """,
 }
 LOST = ["dcp.async_save", "atexit, async", "thread"]
-ENDS = [(name, False) for name in PROGRAMS] + [(name, True) for name in LOST]
+ENDS = [(name, False) for name in PROGRAMS] + [(name, True) for name in (*LOST, "caught")]
 
 
 @dataclass(frozen=True)
@@ -73,12 +89,13 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], End
     return dict(zip(paths, map(End, paths.values(), run_to_their_ends(programs).values()), strict=True))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "exception, alone"])
 def test_the_last_save_is_finished(ends: dict[tuple[str, bool], End], name: str) -> None:
-    """Whoever makes it; the exit code is 0."""
-    end = ends[name, False]
-    assert 0 == end.process.returncode, end.process.stderr
-    assert "Traceback" not in end.process.stderr
+    """Whoever makes it; the exit code is 0, or that of the script's own exception."""
+    end, raises = ends[name, False], name == "exception"
+    assert raises == end.process.returncode, end.process.stderr
+    assert raises == ("LookupError: no batch" in end.process.stderr)
+    assert raises == ("Traceback" in end.process.stderr)
     assert torch.equal(torch.ones(2**18), open_checkpoint(end.path, "last").read("model/weight"))
     assert not list(end.path.glob("**/lease.json"))
 
@@ -89,6 +106,22 @@ def test_a_lost_save_is_the_exit_code(ends: dict[tuple[str, bool], End], name: s
     end = ends[name, True]
     assert 1 == end.process.returncode, end.process.stderr
     assert "last" in end.process.stderr
+
+
+def test_a_lost_save_that_the_script_caught_is_not(ends: dict[tuple[str, bool], End]) -> None:
+    """Its exit code is its own."""
+    process = ends["caught", True].process
+    assert (0, "caught\n") == (process.returncode, process.stdout), process.stderr
+
+
+def test_after_an_exception_other_ranks_get_a_short_grace_only(ends: dict[tuple[str, bool], End]) -> None:
+    """This rank's vote is written, but it does not wait a timeout of an hour for a rank that never saves."""
+    end = ends["exception, alone", False]
+    assert 1 == end.process.returncode
+    assert "LookupError: no batch" in end.process.stderr
+    votes = end.path / ".nxd_ckpt" / "votes" / "a-1"
+    assert ["rank_00000.vote.json"] == [file.name for file in votes.rglob("*.json")]
+    assert [] == visible_tags(end.path)
 
 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.once)])
