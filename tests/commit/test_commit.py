@@ -12,7 +12,7 @@ from nxd_ckpt.commit.commit import Commit, clean_up, commit
 from nxd_ckpt.commit.publication import Staged
 from nxd_ckpt.commit.retention import remove_tags
 from nxd_ckpt.commit.session import Session
-from nxd_ckpt.coordination.control_files import STAGING, TRASH, VOTES, pin, rank_file, staging_dir
+from nxd_ckpt.coordination.control_files import STAGING, TRASH, VOTES, rank_file, staging_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import (
     FileEntry,
@@ -30,10 +30,10 @@ from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.retention_rules import Last
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import Vote
-from nxd_ckpt.errors import DirectoryInUse, RanksDisagree, SaveFailed
+from nxd_ckpt.errors import DirectoryInUse, RanksDisagree
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
+from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, failing
 from tests.core.documents import SHARD
 from tests.support import attempts
 
@@ -139,24 +139,6 @@ def test_a_tag_is_later_than_all_before(disk: LocalStorage, monkeypatch: pytest.
     assert (5001.000001, 5001.0) == (committed(disk, TP, votes(TP)).order_time, clock[0])
 
 
-def test_a_vote_that_failed_publishes_nothing(disk: LocalStorage) -> None:
-    """Nor ranks that disagree, nor a job that was taken over."""
-    prepared(disk, TP)
-    failed, other = votes(TP), votes(TP)
-    failed[1] = Vote(1, error=("OSError", "disk full"))
-    other[1] = replace(other[1], plan={"tag": "another"})
-    request = Commit(PUBLICATION, Parts(model=True))
-    for error, ballots, lease in (
-        (SaveFailed, failed, None),
-        (RanksDisagree, other, None),
-        (DirectoryInUse, votes(TP), DirectoryInUse("taken over")),
-    ):
-        with pytest.raises(error):
-            commit(session(disk, lease=lease), TP, ballots, request)
-    assert [] == [entry.name for entry in disk.list() if not entry.name.startswith(".")]
-    assert not disk.is_file(f"{PUBLICATION.folder}/{MANIFEST}")
-
-
 def test_parameters_come_from_every_stage_and_expert_group() -> None:
     """One rank of each says what all of it hold."""
     request = Commit(PUBLICATION, Parts())
@@ -215,32 +197,6 @@ def old_tags(disk: LocalStorage, *tags: str) -> None:
 
 def tags_of(disk: LocalStorage) -> list[str]:
     return [entry.name for entry in disk.list() if not entry.name.startswith(".")]
-
-
-def test_surplus_tags_go_after_the_new_one_is_there(disk: LocalStorage) -> None:
-    """Without rules none does."""
-    old_tags(disk, "a", "b", "c")
-    prepared(disk, TP)
-    committed(disk, TP, votes(TP))
-    assert ["a", "b", "c", TAG] == tags_of(disk)
-    prepared(disk, TP)
-    committed(disk, TP, votes(TP), rules=[Last(2)])
-    assert ["c", TAG] == tags_of(disk)
-    assert [entry.name for entry in disk.list(TRASH)]
-
-
-def test_a_tag_that_is_pinned_meanwhile_stays(disk: LocalStorage) -> None:
-    """It is looked at again right before each removal."""
-    old_tags(disk, "a", "b")
-    prepared(disk, TP)
-
-    def hook(operation: Operation) -> None:
-        if operation.name == "rename" and operation.key.startswith("a ->"):
-            pin(disk, "b")
-
-    request = Commit(PUBLICATION, Parts(model=True), rules=[Last(1)])
-    commit(session(HookedStorage(disk, hook)), TP, votes(TP), request)
-    assert ["b", TAG] == tags_of(disk)
 
 
 def test_a_tag_is_removed_on_request(disk: LocalStorage) -> None:

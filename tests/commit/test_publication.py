@@ -51,18 +51,6 @@ def test_a_staged_tag_appears_whole(disk: LocalStorage) -> None:
     assert is_visible(disk, TAG, ATTEMPT)
 
 
-@pytest.mark.parametrize("overwrite", [None, True])
-def test_a_staged_tag_replaces_an_old_one(disk: LocalStorage, overwrite: bool | None) -> None:
-    """Unless that was refused."""
-    whole(disk)
-    one = Staged(ATTEMPT, TAG, overwrite)
-    one.begin(session(disk))
-    written(disk, one)
-    one.publish(session(disk), TIME, [])
-    assert b"new" == disk.read(f"{TAG}/{MODEL}")
-    assert not is_visible(disk, TAG, "run-1")
-
-
 def test_a_staged_tag_does_not_replace_one_unasked(disk: LocalStorage) -> None:
     """At the beginning, and at the end: it may have appeared meanwhile."""
     one = Staged(ATTEMPT, TAG, overwrite=False)

@@ -41,20 +41,6 @@ def vote(rank: int) -> Vote:
     return Vote(rank, plan={"tag": "t"}, replica="ab", index=FileEntry(10, 20), replicated=3, nbytes=4, seconds=0.5)
 
 
-def test_votes_are_collected_by_rank(storage: LocalStorage) -> None:
-    """As they were cast, in whatever order they came."""
-    for rank in (2, 0, 1):
-        AttemptVotes(storage, ATTEMPT).cast(vote(rank))
-    assert [vote(0), vote(1), vote(2)] == AttemptVotes(storage, ATTEMPT).collect(3, LONG)
-
-
-def test_late_votes_are_waited_for(storage: LocalStorage, clock: Clock) -> None:
-    """Up to the timeout."""
-    AttemptVotes(storage, ATTEMPT).cast(vote(0))
-    clock.at(0.9 * LONG, partial(AttemptVotes(storage, ATTEMPT).cast, vote(1)))
-    assert 2 == len(AttemptVotes(storage, ATTEMPT).collect(2, LONG))
-
-
 def test_a_vote_that_reports_an_error_ends_the_wait(storage: LocalStorage) -> None:
     """At once, though another rank has not voted; the message names rank and cause."""
     AttemptVotes(storage, ATTEMPT).cast(Vote(1, error=("DigestMismatch", "model/x.pt differs")))
@@ -103,13 +89,6 @@ def test_rank_0s_signs_extend_the_wait_for_the_verdict(storage: LocalStorage, cl
     assert {alive_file(ATTEMPT), verdict_file(ATTEMPT)} == read
 
 
-@pytest.mark.parametrize("verdict", [Verdict(), Verdict(("RanksDisagree", "tags differ"), 0)])
-def test_the_verdict_comes_back(storage: LocalStorage, verdict: Verdict) -> None:
-    """As it was announced."""
-    AttemptVotes(storage, ATTEMPT).announce(verdict)
-    assert verdict == AttemptVotes(storage, ATTEMPT).await_verdict("t", LONG)
-
-
 def test_without_a_verdict_the_outcome_is_unknown(storage: LocalStorage, clock: Clock) -> None:
     """The message says where to look."""
     AttemptVotes(storage, ATTEMPT).cast(vote(0))
@@ -128,16 +107,6 @@ def test_nothing_is_asked_for_by_name_before_it_is_listed(storage: LocalStorage,
         AttemptVotes(hooked, ATTEMPT).await_verdict("t", 0.1)
     read = {done.key for done in log if done.name not in ("list", "write")}
     assert {rank_file(ATTEMPT, 0, "vote")} == read - {alive_file(ATTEMPT)}  # that was listed
-
-
-def test_a_rank_whose_process_ended_is_not_waited_for(storage: LocalStorage, clock: Clock) -> None:
-    """Rank 0 says in seconds who it is, and the others that rank 0 is gone, whatever the timeout."""
-    AttemptVotes(storage, ATTEMPT).cast(vote(0))
-    with pytest.raises(SaveFailed, match=r"no vote from rank 2 of 3: the process ended"):
-        AttemptVotes(storage, ATTEMPT).collect(3, 3600.0, gone=lambda rank: rank == 2)
-    with pytest.raises(OutcomeUnknown, match=r"rank 0 gave no verdict: its process ended"):
-        AttemptVotes(storage, ATTEMPT).await_verdict("t", 3600.0, lambda: True)
-    assert clock.now < 10
 
 
 def test_the_vote_of_a_rank_that_ended_counts(storage: LocalStorage, clock: Clock) -> None:

@@ -6,23 +6,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nxd_ckpt.coordination.agreement import Agreement, SingleProcessAgreement, StoreAgreement, decided_by_rank0, on_all
+from nxd_ckpt.coordination.agreement import Agreement, StoreAgreement, on_all
 from nxd_ckpt.coordination.rendezvous import meet
 from nxd_ckpt.errors import CheckpointError, DigestMismatch, PeerTimeout
 from tests.support.clock import Clock
 from tests.support.ranks import on_ranks
 from tests.support.threads import in_threads
-
-
-def test_rank_0_gathers_and_all_get_its_broadcast() -> None:
-    """Rank 0 gets all values by rank, and all get rank 0's; time after time."""
-
-    def talk(agreement: Agreement) -> list[Any]:
-        return [(agreement.gather([agreement.rank, n]), agreement.broadcast(agreement.rank + n)) for n in range(3)]
-
-    first, second, third = on_ranks(3, talk)
-    assert [([[0, n], [1, n], [2, n]], n) for n in range(3)] == first
-    assert [(None, n) for n in range(3)] == second == third
 
 
 def test_what_one_rank_raises_all_raise() -> None:
@@ -54,24 +43,6 @@ def test_an_exception_that_is_not_ours_travels_too() -> None:
     assert KeyError is type(own)
     assert CheckpointError is type(other)
     assert "on rank 0: KeyError: 'missing'" == str(other)
-
-
-def test_each_gets_its_own_result_if_all_pass() -> None:
-    """Each gets its own result."""
-    assert [0, 10, 20] == on_ranks(3, lambda agreement: on_all(agreement, lambda: agreement.rank * 10))
-
-
-def test_rank_0_decides() -> None:
-    """Its value, or its error, on every rank; the others are not asked."""
-    assert [["t", 1]] * 3 == on_ranks(
-        3, lambda agreement: decided_by_rank0(agreement, lambda: ["t", 1 + agreement.rank])
-    )
-
-    def fail() -> None:
-        raise DigestMismatch("bad")
-
-    errors = on_ranks(2, lambda agreement: decided_by_rank0(agreement, fail))
-    assert [DigestMismatch, DigestMismatch] == [type(error) for error in errors]
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -119,13 +90,6 @@ def test_the_store_does_not_fill_up() -> None:
 
     in_threads(*(partial(talk, each) for each in agreements))
     assert 1 >= store.num_keys()  # rank 0's sign of life
-
-
-def test_a_single_process_agrees_with_itself() -> None:
-    """A single process agrees with itself."""
-    assert ["x"] == SingleProcessAgreement().gather("x")
-    assert "x" == SingleProcessAgreement().broadcast("x")
-    assert isinstance(meet(0, 1, 5.0, "load"), SingleProcessAgreement)
 
 
 def test_there_is_no_agreement_without_a_group() -> None:

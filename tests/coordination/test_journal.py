@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nxd_ckpt.commit.session import open_session
-from nxd_ckpt.coordination import journal, lease
+from nxd_ckpt.coordination import journal
 from nxd_ckpt.coordination.control_files import JOURNAL, STAGING, TRASH, pin, staging_dir, trash_file
 from nxd_ckpt.core.names import HIDDEN
-from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.storage import local
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.choosing import settle_swap
 from nxd_ckpt.testing.storage import Hook, HookedStorage, Operation, failing, recording
 
 RUN, ATTEMPT, TAG = "run", "run-1", "tag"
@@ -104,19 +101,6 @@ def test_after_publishing_a_tag_holds_the_new_content_only(tmp_path: Path, old: 
     assert not storage.is_dir(staging_dir(ATTEMPT))
     assert not storage.is_file(JOURNAL)
     assert [] == storage.list(TRASH)
-
-
-def test_after_a_death_in_a_swap_the_old_or_the_new_tag_is_whole(tmp_path: Path) -> None:
-    """After recovery the old tag or the new one is there, whole, and nothing waits to be finished."""
-    total, out = len(operations(tmp_path / "rehearsal", old=True)), moved_out(tmp_path / "another")
-    found = []
-    for number in range(total):
-        storage = prepare(tmp_path / str(number), old=True)
-        assert dies(publish, storage, number)
-        journal.recover(storage)
-        assert not storage.is_file(JOURNAL)
-        found.append(content(storage))
-    assert [{b"old"}] * (out + 1) + [{b"new"}] * (total - out - 1) == found
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
@@ -212,27 +196,6 @@ def test_a_journal_never_moves_through_a_link(tmp_path: Path) -> None:
     journal.recover(storage)
     assert (outside / "alice").is_dir()
     assert not journal.is_open(storage)
-
-
-@WITH_TWO_RENAMES
-def test_trash_is_kept_while_a_journal_needs_it(tmp_path: Path) -> None:
-    """The old tag comes back even if the new one is lost in the middle of the swap."""
-    storage = prepare(tmp_path, old=True)
-    assert dies(publish, storage, moved_out(tmp_path / "rehearsal") + 1)
-    storage.remove(staging_dir(ATTEMPT))
-    journal.discard_trash(storage, RUN)
-    journal.recover(storage)
-    assert {b"old"} == content(storage)
-
-
-def test_a_tag_is_removed_by_one_rename(tmp_path: Path) -> None:
-    """One rename out of sight; the deletion comes later."""
-    storage = prepare(tmp_path, old=True)
-    journal.remove_tag(storage, TAG, ATTEMPT)
-    assert not storage.is_dir(TAG)
-    assert 1 == len(storage.list(TRASH))
-    journal.discard_trash(storage, RUN)
-    assert [] == storage.list(TRASH)
 
 
 CHANGING = ("write", "make_dir", "rename", "remove", "sync_dir")
@@ -469,25 +432,3 @@ def interrupted(path: Path) -> LocalStorage:
     storage = prepare(path / "tags", old=True)
     assert dies(publish, storage, moved_out(path / "counted") + 1)
     return storage
-
-
-def test_a_job_that_begins_finishes_what_a_dead_one_left(tmp_path: Path) -> None:
-    """Before it sweeps: else it would remove the staged tag and the old one."""
-    storage = interrupted(tmp_path)
-    session = open_session(storage, Topology(), None, "next", 5.0)
-    session.close()
-    assert not journal.is_open(storage)
-    assert {b"new"} == content(storage)
-
-
-def test_a_reader_leaves_the_replacement_of_a_live_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is finished once that job is over."""
-    monkeypatch.setattr("nxd_ckpt.tag.choosing._SWAP_TAKES", 0.1)
-    storage = interrupted(tmp_path)
-    holder = lease.acquire(storage, "live", 1.0)
-    settle_swap(storage)
-    assert journal.is_open(storage)
-    lease.release(storage, holder)
-    settle_swap(storage)
-    assert not journal.is_open(storage)
-    assert {b"new"} == content(storage)

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from nxd_ckpt import Checkpointer, Topology, list_checkpoints
-from nxd_ckpt.commit.session import open_session
+from nxd_ckpt import Checkpointer, list_checkpoints
 from nxd_ckpt.coordination import lease
-from nxd_ckpt.coordination.agreement import SingleProcessAgreement
-from nxd_ckpt.coordination.control_files import HEARTBEAT, LEASE, PLACE, STAGING, staging_dir
+from nxd_ckpt.coordination.control_files import HEARTBEAT, LEASE, PLACE
 from nxd_ckpt.coordination.lease import Heartbeat, Lease
 from nxd_ckpt.errors import DirectoryInUse, StorageError
 from nxd_ckpt.storage.base import Storage
@@ -79,13 +77,6 @@ def test_what_an_acquisition_took_before_it_failed_is_given_back(storage: LocalS
     assert None is lease.read(storage)
 
 
-def test_nobody_gives_back_what_another_job_holds(storage: LocalStorage) -> None:
-    """Not even one with the same run_id."""
-    write(storage, ABROAD)
-    lease.release(storage, Lease.of_this_process("abroad"))
-    assert ABROAD == lease.read(storage)
-
-
 def acquire_and_end(rank: int, path: Path) -> Lease:
     return lease.acquire(LocalStorage(path), "dead", 1.0)
 
@@ -104,12 +95,6 @@ def test_a_reused_pid_is_not_the_holder(storage: LocalStorage) -> None:
     write(storage, replace(mine, born="1"))
     assert os.getpid() == mine.pid
     assert "new" == lease.acquire(storage, "new", 1000.0).run_id
-
-
-def test_a_silent_holder_on_another_host_is_replaced(storage: LocalStorage) -> None:
-    """After the patience, without a heartbeat in it."""
-    write(storage, ABROAD)
-    assert lease.acquire(storage, "new", 0.2) == lease.read(storage)
 
 
 def test_a_beating_holder_on_another_host_is_not(storage: LocalStorage) -> None:
@@ -308,29 +293,6 @@ def beat_twice(held: Lease, storage: Storage) -> None:
     heartbeat.stop()
 
 
-def test_a_heartbeat_changes_and_the_lease_does_not(storage: LocalStorage) -> None:
-    """So a take-over cannot be undone by a holder that stood still in the middle of a beat."""
-    held = lease.acquire(storage, "one", 1.0)
-    written, log = storage.read(LEASE), list[Operation]()
-    beat_twice(held, HookedStorage(storage, log.append))
-    assert (lease.last_beat(storage, held) or 0) >= 2
-    assert written == storage.read(LEASE)
-    assert {"read"} == {done.name for done in log if done.key == LEASE}
-
-
-def test_a_heartbeat_respects_a_new_holder(storage: LocalStorage) -> None:
-    """It was taken over: it writes over neither the other's lease nor its heartbeat, gives nothing back, and does not
-    let its job publish."""
-    held = lease.acquire(storage, "one", 1.0)
-    write(storage, ABROAD)
-    beat(storage, ABROAD, 7)
-    beat_twice(held, storage)
-    lease.release(storage, held)
-    assert (ABROAD, 7) == (lease.read(storage), lease.last_beat(storage, ABROAD))
-    with pytest.raises(DirectoryInUse, match="taken over by run abroad"):
-        lease.require(storage, held)
-
-
 def test_a_lost_lease_file_comes_back(storage: LocalStorage) -> None:
     """Someone removed it, or moved it for a moment: the live job claims it again."""
     held = lease.acquire(storage, "one", 1.0)
@@ -423,31 +385,6 @@ def test_who_watches_a_holder_shows_that_it_goes_on(storage: LocalStorage) -> No
     lease.acquire(storage, "new", 0.1, lambda: signs.append(lease.read(storage)))
     assert 1 < len(signs) <= 20
     assert {ABROAD} == {*signs}
-
-
-def test_who_removes_what_a_dead_job_left_shows_that_it_goes_on(storage: LocalStorage) -> None:
-    """Once for each thing that it finds: there may be many, and other ranks wait."""
-    for number in range(10):
-        storage.write(f"{staging_dir(f'dead-{number}')}/file", b"1")
-
-    class Waited(SingleProcessAgreement):
-        signs = 0
-
-        def sign(self) -> None:
-            self.signs += 1
-
-    agreement = Waited()
-    open_session(storage, Topology(), agreement, None, 5.0).close()
-    assert agreement.signs >= 10
-    assert [] == storage.list(STAGING)
-
-
-def test_of_a_damaged_lease_nobody_is_the_holder(storage: LocalStorage) -> None:
-    """Of no host, and no process."""
-    storage.write(LEASE, b"{")
-    found = lease.read(storage)
-    assert found is not None
-    assert Lease("unknown", "unknown", 0, "", known=False) == found
 
 
 def test_on_a_store_a_lease_that_is_gone_is_lost(store: MemoryStorage) -> None:
@@ -562,15 +499,6 @@ def test_a_heartbeat_that_is_gone_comes_back(renames: bool) -> None:
     place.remove(HEARTBEAT)
     Heartbeat(place, held, 1.0)
     assert 3 == lease.last_beat(place, held)
-
-
-@pytest.mark.usefixtures("three_beats")
-def test_who_gave_the_lease_back_takes_its_heartbeat_along(storage: LocalStorage) -> None:
-    """Nothing is left of a job that was closed. The mark is the directory's, not the job's."""
-    held = lease.acquire(storage, "one", 1.0)
-    Heartbeat(storage, held, 1.0)
-    lease.release(storage, held)
-    assert [PLACE] == [f".nxd_ckpt/{entry.name}" for entry in storage.list(".nxd_ckpt")]
 
 
 @pytest.mark.parametrize("spoil", [lambda mark: mark.write_bytes(bytes(2**21)), lambda mark: mark.mkdir()])

@@ -41,19 +41,6 @@ def value_of(path: Path, tag: str | None = None) -> int:
     return int(model["weight"])
 
 
-@pytest.mark.parametrize("keep_all", [None, -1])
-def test_all_are_kept_by_default(tmp_path: Path, keep_all: int | None) -> None:
-    """None and -1 remove nothing."""
-    assert ["a", "b", "c"] == save_all(tmp_path, ["a", "b", "c"], keep_all)[-1]
-
-
-@pytest.mark.parametrize("kept", [1, 2])
-def test_the_newest_are_kept(tmp_path: Path, kept: int) -> None:
-    """At every moment there are as many as exist or are to be kept, whichever is less; names do not matter."""
-    tags = ["z", "y", "x", "a"]
-    assert [tags[max(0, n - kept) : n] for n in range(1, 5)] == save_all(tmp_path, tags, kept)
-
-
 def test_a_checkpointer_has_a_default(tmp_path: Path) -> None:
     """It is for the saves without a rule of their own."""
     with Checkpointer(tmp_path, num_kept_ckpts=1) as saver:
@@ -69,12 +56,6 @@ def test_an_overwritten_tag_is_the_newest(tmp_path: Path) -> None:
     """Saving over a tag replaces it, counts once, and makes it the latest."""
     assert ["b", "a"] == save_all(tmp_path, ["a", "b", "a"], 2)[-1]
     assert (2, 2, 1) == (value_of(tmp_path), value_of(tmp_path, "a"), value_of(tmp_path, "b"))
-
-
-def test_the_same_tag_can_be_saved_again_and_again(tmp_path: Path) -> None:
-    """Even where only one is kept."""
-    assert [["only"]] * 3 == save_all(tmp_path, ["only"] * 3, 1)
-    assert 2 == value_of(tmp_path)
 
 
 def test_what_is_no_checkpoint_is_never_removed(tmp_path: Path) -> None:
