@@ -140,18 +140,6 @@ def test_damage_in_a_file_of_neuronx_distributed_is_found(tmp_path: Path) -> Non
     assert not has_checkpoint(tmp_path / "output")
 
 
-def test_an_existing_tag_is_replaced_only_if_asked(tmp_path: Path) -> None:
-    source = save_example(tmp_path / "input", 2)
-    old = save_example(tmp_path / "output", 1, "copy", step=1)
-    before = contents(old)
-    with pytest.raises(InvalidArgument, match="overwrite=True"):
-        copy_checkpoint(source, old)
-    assert before == contents(old)
-    copy_checkpoint(source, old, overwrite=True)
-    assert contents(source) == contents(old)
-    assert [] == remains(tmp_path / "output")
-
-
 def test_places_that_cannot_be(tmp_path: Path) -> None:
     """A copy onto itself, of nothing, of a whole directory of tags, or into an archive, which was made a directory."""
     source = save_example(tmp_path / "input", 1)
@@ -169,16 +157,6 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "output").exists()
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    """It says what there is to copy, and meets the same refusals."""
-    source = save_example(tmp_path / "input", 2)
-    planned = copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
-    assert (0, False) == (planned.copied, (tmp_path / "output").exists())
-    assert planned.nbytes == copy_checkpoint(source, tmp_path / "output" / "copy").copied_nbytes
-    with pytest.raises(InvalidArgument, match="overwrite=True"):
-        copy_checkpoint(source, tmp_path / "output" / "copy", dry_run=True)
-
-
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """``store://NAME`` is an object store in memory."""
@@ -187,17 +165,6 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
         return MemoryStorage(path) if "://" in path else LocalStorage(path, durable)
 
     monkeypatch.setattr("nxd_ckpt.output.locations.open_storage", open_storage)
-
-
-def test_a_copy_to_a_store_and_back_is_the_same(tmp_path: Path, stores: None) -> None:
-    """Between a directory and an object store, and within one: the same files."""
-    source = save_example(tmp_path / "input", 2)
-    store = f"store://{tmp_path.name}"
-    copy_checkpoint(source, f"{store}/a/step_3")
-    copy_checkpoint(f"{store}/a/step_3", f"{store}/b/step_3")
-    copy_checkpoint(f"{store}/b/step_3", tmp_path / "output" / "step_3")
-    assert contents(source) == contents(tmp_path / "output" / "step_3")
-    assert list_tags(LocalStorage(tmp_path / "input")) == list_tags(LocalStorage(tmp_path / "output"))
 
 
 def test_a_copy_to_a_store_goes_on_too(tmp_path: Path, stores: None) -> None:

@@ -5,8 +5,6 @@ import logging
 import pytest
 import torch
 
-from nxd_ckpt.core.manifest import ParameterSpec
-from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import (
     DtypeMismatch,
@@ -15,7 +13,6 @@ from nxd_ckpt.errors import (
     ShapeMismatch,
     UnsupportedState,
 )
-from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
 from tests.live.doubles import NxDWrapper, ShardedOptimizer, copied, plain, read
@@ -62,26 +59,6 @@ def _load(adapters, trees):
     for adapter, tree in zip(adapters, trees, strict=True):
         adapter.validate(tree)
         adapter.load(tree, read)
-
-
-def test_capture_is_nxds_state_dict():
-    """Keys in NxD's order, shards live, the padding included; a parameter without a gradient has no entry."""
-    net = _model()
-    optimizers = _optimizers(net, save_master_weights=True)
-    _train(net, optimizers, 1)
-    state = _adapters(net, optimizers)[1].capture()
-    assert ["state", "param_groups", "base_state", "shape_info", "sharded_master_weights"] == list(state.tree)
-    assert plain(optimizers[1].state_dict()) == plain(state.tree)
-    assert [1, 2, 3] == list(state.tree["base_state"])
-    assert torch.Size([5, 3]) == state.tree["shape_info"][1]
-    weights = ParameterSpec("float32", (5, 3), Partition())
-    assert StateTensor("optim/0.weight/exp_avg", weights, 2, 1) == state.tensors["base_state", 1, "exp_avg"]
-    assert StateTensor("optim/0.weight/step") == state.tensors["base_state", 1, "step"]
-    assert StateTensor("optim/0.weight/master_weights", weights, 2, 1) == state.tensors["sharded_master_weights", 1]
-    masters = {
-        name: ("sharded_master_weights", i) for i, name in enumerate(("unused", "0.weight", "1.weight", "0.bias"))
-    }
-    assert masters == state.master_weight_entries()
 
 
 def test_no_gradients_are_left():

@@ -4,27 +4,7 @@ import threading
 
 import pytest
 
-from nxd_ckpt.tag.range_reader import PIECE, ReadPool
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_all_tasks_run_once(threads: int) -> None:
-    """Each with scratch memory that no other thread has."""
-    done: list[int] = []
-    memories: dict[int, set[int]] = {}
-
-    def run(number: int, scratch: memoryview) -> None:
-        assert PIECE == len(scratch)
-        memories.setdefault(id(scratch.obj), set()).add(threading.get_ident())
-        done.append(number)
-
-    with ReadPool(threads) as pool:
-        for number in range(200):
-            pool.submit(lambda scratch, number=number: run(number, scratch))  # type: ignore[misc]
-        pool.wait_for(200)
-        assert list(range(200)) == sorted(done)
-        assert all(len(idents) == 1 for idents in memories.values())
-        assert len(memories) <= threads
+from nxd_ckpt.tag.range_reader import ReadPool
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -63,33 +43,3 @@ def test_the_error_of_the_first_task_is_raised() -> None:
         pool.submit(lambda scratch: later.append(1))
         pool.wait_for(3)
     assert [1] == later
-
-
-def test_an_error_stops_what_has_not_started() -> None:
-    ran: list[int] = []
-
-    def fails(scratch: memoryview) -> None:
-        raise OSError("gone")
-
-    def submit_for_ever(pool: ReadPool) -> None:
-        while True:
-            pool.submit(lambda scratch: ran.append(1))
-
-    with ReadPool(1) as pool:
-        pool.submit(fails)
-        pool.submit(lambda scratch: ran.append(1))
-        with pytest.raises(OSError, match="gone"):
-            pool.wait_for(2)
-    assert [] == ran
-    with ReadPool(2) as pool:
-        pool.submit(fails)
-        with pytest.raises(OSError, match="gone"):
-            submit_for_ever(pool)
-
-
-def test_no_thread_outlives_it() -> None:
-    before = set(threading.enumerate())
-    with ReadPool(4) as pool:
-        for _ in range(100):
-            pool.submit(lambda scratch: None)
-    assert not set(threading.enumerate()) - before
