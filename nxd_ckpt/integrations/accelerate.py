@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakSet
 
 import accelerate
 from accelerate import DistributedType
@@ -78,11 +79,18 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_first = not is_initialized()
+        self._prepared = WeakSet[Any]()
         super().__init__(*args, **kwargs)
         if is_first:  # connects the ranks: rank 0 then learns what the others do while it waits for them
             require_one_writer(self._meet("Accelerator"), self._writes)
         if self.project_configuration.automatic_checkpoint_naming and self.project_dir is not None:
             directory_of(self.project_dir)
+
+    def prepare_model(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Prepare a model as accelerate does, which keeps none of its wrappers for data parallelism."""
+        prepared = super().prepare_model(model, *args, **options)
+        self._prepared.add(prepared)
+        return prepared
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save to ``output_dir``, or to the project's directory; return the checkpoint's directory.
@@ -147,7 +155,8 @@ class Accelerator(SavesTags, accelerate.Accelerator):  # type: ignore[misc]
 
         These hold parameters of others before them, and stay accelerate's files.
         """
-        models = [self.unwrap_model(model) for model in self._models]
+        wrapped_in = {id(self.unwrap_model(model)): model for model in self._prepared}
+        models = [wrapped_in.get(id(own), own) for own in map(self.unwrap_model, self._models)]
         if not models:
             raise UnsupportedState("no model was prepared: prepare one, or use accelerate.Accelerator")
         covered = set[int]()

@@ -40,6 +40,8 @@ class Job:
         project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = kind(cpu=True, project_config=project, **options)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        if "fsdp_plugin" not in options:  # which DDP gives to all ranks before each step
+            model.append(torch.nn.BatchNorm1d(1))
         made = optimizer(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, made, schedule)
