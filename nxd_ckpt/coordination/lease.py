@@ -230,9 +230,10 @@ def require_place(storage: Storage, run_id: str, place: bytes | None) -> None:
     if holder is None or holder.run_id != run_id:
         raise StorageError(
             f"{storage.url} is not the directory that this job began with: its mark {PLACE} and its lease are not "
-            "there. It was unmounted, or something else is mounted or linked in its place, or both files were removed. "
-            "Nothing is saved there until it is back; to use the present directory, restart the job, or call "
-            "nxd_ckpt.close_checkpointers() on all ranks"
+            "there. It was unmounted, or something else is mounted or linked in its place, or both files were "
+            "removed, as at the end of a job that took over while this one stood still. Nothing is saved there until "
+            "it is back; to use the present directory, restart the job, or call nxd_ckpt.close_checkpointers() on all "
+            "ranks"
         )
 
 
