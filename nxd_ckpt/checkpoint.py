@@ -28,6 +28,7 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.keywords import LoadKeysKeywords, OpenKeywords
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.loading.load_attempt import download, open_cache
+from nxd_ckpt.loading.rank_state import held_by
 from nxd_ckpt.options.execution import DownloadOptions, OpenOptions
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag, plain_values
 from nxd_ckpt.storage.base import Storage
@@ -36,6 +37,7 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, open_storag
 from nxd_ckpt.tag.choosing import choose_anything
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class Checkpoint:
         refuse_fake_mode()
         with self._opened.guarded(verified=self.manifest is not None) as files:
             leaf = self.whole.leaf(name)
+            refuse_per_rank(self._opened, name, instead="model_state(rank) and optimizer_state(rank) are each rank's")
             if box is not None:
                 leaf = Assembly.of(leaf).within(box_of(box, leaf.shape))
             files += [fragment.stub.file for fragment in Assembly.of(leaf).fragments]
@@ -185,15 +188,13 @@ class Checkpoint:
             PartNotFound: it was saved without a model, or a tensor is in no file.
         """
         with self._opened.guarded():
-            state: dict[str, Any] = self._read(self._opened.model_tree(self.topology.coordinates_of(rank)))
-        return state
+            return self._read_held("model", rank)
 
     @as_checkpoint_errors
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """Return the optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
         with self._opened.guarded():
-            state: dict[str, Any] = self._read(self._opened.optimizer_tree(self.topology.coordinates_of(rank)))
-        return state
+            return self._read_held("optimizer", rank)
 
     @as_checkpoint_errors
     def scheduler_state(self) -> Any:
@@ -211,6 +212,12 @@ class Checkpoint:
         """Return the content that the global ``rank`` saved for itself."""
         with self._opened.guarded():
             return self._opened.rank_content(rank)
+
+    def _read_held(self, part: str, rank: int) -> dict[str, Any]:
+        held, tree = held_by(self._opened, part, rank)
+        refuse_fake_mode()
+        state: dict[str, Any] = held.read_all(tree)
+        return state
 
     def _read(self, tree: Any) -> Any:
         refuse_fake_mode()

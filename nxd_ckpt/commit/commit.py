@@ -31,7 +31,7 @@ from nxd_ckpt.core.manifest import (
     load_index,
     load_parameters,
 )
-from nxd_ckpt.core.mesh import MeshGroup
+from nxd_ckpt.core.mesh import MeshGroup, leaders_of
 from nxd_ckpt.core.retention_rules import Metrics, Rule
 from nxd_ckpt.core.tags import TagInfo, next_order_time, seconds_until_after
 from nxd_ckpt.core.topology import Coordinates, Topology
@@ -92,10 +92,7 @@ def commit(session: Session, topology: Topology, votes: Sequence[Vote], request:
     storage = session.storage
     publication = request.publication
     _, tags = answers_of(storage, session.require, partial(list_tags, storage))
-    leader_of = None
-    if request.groups is not None:
-        leader_of = {rank: group.ranks[0] for group in request.groups for rank in group.ranks}
-    judge(votes, topology, leader_of)
+    judge(votes, topology, leaders_of(request.groups))
     folder = publication.folder
     leaders = request.leaders(topology)
     index_of = partial(_read_index, storage, folder, topology)

@@ -30,6 +30,7 @@ from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 
 _LARGE = 32 * 2**20
 """Size in bytes below which a tensor shares a file with others, and of such a file.
@@ -85,7 +86,7 @@ def to_dcp(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
     """
     target = locate_apart(dst, source.place, chosen.written_with)
     opened = source.open()
-    opened.refuse_per_rank("model", "optim", "scheduler")
+    refuse_per_rank(opened, "model", "optim", "scheduler")
     with opened.guarded():
         state = _state(opened, chosen)
         output = Output(target, chosen, TORCH_DCP)

@@ -29,6 +29,7 @@ from nxd_ckpt.saving.planned_file import NamedLeaf, PlannedFile, file_of
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 
 MODEL, OPTIM = "model", "optim"
 INDEX = "index.json"
@@ -211,7 +212,7 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
     strategy = _strategy(chosen.unshard_strategy, chosen.size_per_shard)
     target = locate_apart(dst, source.place, chosen.written_with)
     opened = source.open() if opened is None else opened
-    opened.refuse_per_rank("model", "optim", "scheduler")
+    refuse_per_rank(opened, "model", "optim", "scheduler")
     with opened.guarded():
         cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
         tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)

@@ -65,6 +65,7 @@ from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 from nxd_ckpt.tag.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.side_by_side import Matched, windows
 
@@ -173,7 +174,7 @@ def _prepared(source: Source, dst: StrPath, chosen: ConvertOptions, converted: b
         files = list({file.name: file for file in (*others, *files)}.values())
     sizes = mapping.sizes(config, chosen.kv_size_multiplier or 1, chosen.hardware or "trn1")
     opened = source.open()
-    opened.refuse_per_rank("model")
+    refuse_per_rank(opened, "model")
     names = chosen.saved_param_names
     with opened.guarded():
         opened = unwrapped(opened, mapping) if chosen.model is None else OneModelTag(opened, chosen.model)

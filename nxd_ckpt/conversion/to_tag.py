@@ -41,6 +41,7 @@ from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 from nxd_ckpt.tag.recognise import Program
 
 _SHARDED = ("zero1", "zero1_dcp")
@@ -59,7 +60,7 @@ def to_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
     def prepare(process: int, processes: int) -> Job:
         target = locate_output(dst, source.place, chosen.overwrite, chosen.written_with)
         opened = source.open()
-        opened.refuse_per_rank("model", "optim", "scheduler")
+        refuse_per_rank(opened, "model", "optim", "scheduler")
         refuse_mixed_ranks(opened, process, processes)
         return _job(source, target, opened, chosen, process)
 

@@ -450,6 +450,11 @@ def groups_of(structures: Sequence[RankStructure]) -> list[MeshGroup]:
     ]
 
 
+def leaders_of(groups: Sequence[MeshGroup] | None) -> dict[int, int] | None:
+    """Return the first rank of the group of each rank of a mesh job; None without one."""
+    return None if groups is None else {rank: group.ranks[0] for group in groups for rank in group.ranks}
+
+
 def _joined(structures: Sequence[RankStructure], ranks: Sequence[int], number: int) -> Mesh:
     """Stack the meshes ``number`` of a group's ``ranks``."""
     places_by_digest: dict[str, dict[int, int]] = {}

@@ -18,6 +18,9 @@ from nxd_ckpt.errors import InvalidArgument
 IgnoreKeys = str | Collection[str] | Callable[[list[str]], Iterable[str]]
 """A choice of names to leave out: a glob, several, or a function from all names to those left out."""
 
+OPTIMIZER = "optim"
+"""Name of all of an optimizer."""
+
 PARAM_GROUPS = "optim/param_groups"
 """Name of the options of all param groups."""
 
@@ -80,7 +83,7 @@ def filtered_name(name: str) -> str:
     """Return the name that filters know for a value of this name."""
     part, *rest = name.split("/")
     if part == "optim":
-        return PARAM_GROUPS if rest[0] == "param_groups" else "/".join((part, *rest[:2]))
+        return PARAM_GROUPS if rest[:1] == ["param_groups"] else "/".join((part, *rest[:2]))
     return part if part == "scheduler" else "/".join((part, *rest[:1]))
 
 

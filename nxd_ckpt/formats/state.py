@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core.manifest import ParameterSpec, Parts
@@ -12,7 +13,7 @@ from nxd_ckpt.core.mesh import Placed
 from nxd_ckpt.core.partition import Piece, zero1_pieces
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS
-from nxd_ckpt.formats.tensors import Path
+from nxd_ckpt.formats.tensors import Path, form_of, iter_tensors
 
 
 class StateTensor(NamedTuple):
@@ -69,6 +70,14 @@ class State:
     def tensors(self) -> dict[Path, StateTensor]:
         """Description of every tensor of the tree by path, depth first in dict order."""
         return self.describe()
+
+    @cached_property
+    def forms(self) -> str:
+        """A digest that is equal for tensors of the same names, shapes and dtypes, in the same order."""
+        digest = sha256()
+        for path, tensor in iter_tensors(self.tree):
+            digest.update(repr((self.tensors[path].name, *form_of(tensor))).encode())
+        return digest.hexdigest()[:32]
 
     def master_weight_entries(self) -> dict[str, Path]:
         """Return the path of each parameter's master weights, by the parameter's name."""

@@ -89,8 +89,8 @@ def checked_rank_state(tree: Any, where: str) -> dict[str, Any]:
     _names(tree, f"{where}: expected a rank's own state")
     for key in ("leaves", "paths", "meshes"):
         _names(tree.get(key), f"{where}: {key}")
-    for key in ("absent", "lost"):
-        listed = tree.get(key)
+    for key in ("absent", "lost", "parameters"):
+        listed = tree.setdefault(key, []) if key == "parameters" else tree.get(key)  # tags of before have none
         if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
             raise MalformedFile(f"{where}: {key} must be names, found {shown(listed)}")
     for name, path in tree["paths"].items():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nxd_ckpt.core.name_patterns import PARAM_GROUPS, lineage
+from nxd_ckpt.core.name_patterns import OPTIMIZER, PARAM_GROUPS, lineage
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS
 from nxd_ckpt.formats.tensors import CONTAINERS, Path, children_of, iter_tensors, like_tuple
@@ -147,10 +147,12 @@ def is_in(part: str, name: str) -> bool:
 def is_below(name: str, known: Collection[str]) -> bool:
     """Return whether a value of this name, or a container that it is in, is ``known``.
 
-    In a model no container has a name of its own.
+    In a model "a/b" need not be in "a", and master weights are beside the state of their parameter.
     """
     if is_in("model", name):
         return name in known
+    if name.endswith(f"/{MASTER_WEIGHTS}"):
+        return name in known or OPTIMIZER in known
     return bool(known) and any(path in known for path in lineage(name))
 
 
@@ -164,14 +166,14 @@ def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tup
     """Yield everything in the tree of a part that is no tensor: name, path and value.
 
     A container without tensors, in the state of a parameter or as an option, is one value. Indices of parameters are
-    left out. Of schedulers, objects and the state of parameters, which may have another form on each rank, each other
-    one is a `Container`.
+    left out. Each other container is a `Container`: all of a part, extra state, schedulers, objects and the state of
+    parameters may have another form on each rank. Param groups and sections of an optimizer have no names.
     """
 
     def walk(node: Any, path: Path) -> Iterator[tuple[str, Path, Any]]:
         children = () if isinstance(node, torch.Tensor) else list(children_of(node))
         if children and (len(path) < _depth(part, path) or next(iter_tensors(node, torch.Tensor), None)):
-            if part == "scheduler" or (part == "optimizer" and len(path) > 1 and path[0] in SECTIONS):
+            if part != "optimizer" or not path or (len(path) > 1 and path[0] in SECTIONS):
                 yield leaf_name(part, path, names, key_text), path, Container(node)
             for key, child in children:
                 yield from walk(child, (*path, key))
@@ -181,13 +183,13 @@ def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tup
     return walk(tree, ())
 
 
-def groups_of(tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+def groups_of(tree: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, str]:
     """Return for each of an optimizer's parameters the name of the first one in its param group, in alphabetical order.
 
     These are equal for groups in another order, too.
     """
-    by_index = _name_by_index(tree, "state", names)
-    groups = [[by_index[index] for index in group["params"] if index in by_index] for group in tree["param_groups"]]
+    by_index = _name_by_index(tree, "state", names or ())
+    groups = [[by_index.get(index, f"#{index}") for index in group["params"]] for group in tree["param_groups"]]
     firsts = [(min(members), members) for members in groups if members]
     return {name: first for first, members in firsts for name in members}
 

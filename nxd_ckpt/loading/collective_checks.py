@@ -33,14 +33,21 @@ class Unmatched:
     """Parts of a filter that match nothing on this rank. `complain` reports those that match on none.
 
     ``live`` are the names that this rank holds, ``saved`` those that it read in the tag, before they were renamed;
-    ``names`` are all that a glob may match.
+    ``names`` are all that a glob may match. If it is ``apart``, no other rank may have the same names.
     """
 
     def __init__(
-        self, filtered: Filter, live: Collection[str] | None, saved: Collection[str], names: Collection[str]
+        self,
+        filtered: Filter,
+        live: Collection[str] | None,
+        saved: Collection[str],
+        names: Collection[str],
+        *,
+        apart: bool,
     ) -> None:
         mapping = filtered.renaming.key_mapping
         prefix = filtered.renaming.prefix
+        self._apart = apart
         self._live = live
         self._saved = saved
         self._names = names
@@ -59,10 +66,10 @@ class Unmatched:
 
         Raises RanksDisagree if a callable chose differently among equal names.
         """
-        # Ranks of one pipeline stage have the same tensors: one of them reports. Rank content is each rank's own.
+        # Ranks of one pipeline stage mostly have the same tensors: one reports. Rank content is each rank's own.
         agreement = request.agreement
         topology = request.topology
-        reports = topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
+        reports = self._apart or topology.dp_rank == topology.tp_rank == 0 or agreement.world_size == 1
         parts = self.parts if reports else {"globs": self.parts["globs"]}
         gathered = agreement.gather([self._choice, parts])
 

@@ -182,7 +182,7 @@ def _live_leaf(name: str, renaming: Renaming) -> str | None:
     """Return the live name of what ranks saved for themselves under ``name``; None if it has none."""
     part, _, rest = name.partition("/")
     parameter, slash, entry = rest.partition("/")
-    if part == "scheduler" or (part == "optim" and parameter in ("param_groups", "state")):
+    if part == "scheduler" or (part == "optim" and parameter in ("", "param_groups", "state")):
         return name
     live = renaming.live(parameter)
     return None if live.startswith(NOT_LIVE) else f"{part}/{live}{slash}{entry}"
@@ -259,6 +259,9 @@ class LoadAttempt:
             opened = RenamedTag(opened, self.filtered.renaming)
             options = self.filtered.renamed(options)
         is_of_mesh = opened.manifest is not None and opened.manifest.leaders is not None
+        saved_by = opened.topology
+        if saved_by.sizes == topology.sizes and saved_by.coordinates_of(topology.rank) == topology.coordinates:
+            opened.rank = topology.rank
         if is_of_mesh and live is not None and opened.parts.model and opened.topology.sizes == topology.sizes:
             opened.own = topology.rank, set(map(self.filtered.renaming.saved, live.names()))
         self._opened = opened
@@ -289,7 +292,7 @@ class LoadAttempt:
         filtered.choose(names)
         self._demand()
         saved = opened.saved_names if isinstance(opened, RenamedTag) else ()
-        return Unmatched(filtered, live, saved, names)
+        return Unmatched(filtered, live, saved, names, apart=bool(opened.per_rank))
 
     def _demand(self) -> None:
         """Raise an error for an object that was passed and never saved, and for one that a resume must not forget."""

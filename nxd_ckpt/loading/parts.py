@@ -17,6 +17,7 @@ import torch
 
 from nxd_ckpt.core.data_position import Position, check_position, is_complete, is_data_position, merge_positions
 from nxd_ckpt.core.limits import shown
+from nxd_ckpt.core.name_patterns import filtered_name
 from nxd_ckpt.core.suggestions import listed
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.effects import logger
@@ -271,9 +272,11 @@ def load_scheduler(live: Any, saved: Any) -> None:
 def part_names(
     opened: OpenTag, topology: Topology, filtered: Filter, *, scheduler: bool, rank_content: bool
 ) -> Iterator[str]:
-    """Yield the names of the tag's content beside model and optimizer, and of parts to load."""
+    """Yield the names of the tag's content beside model and optimizer, of single ranks' content, and of parts to load.
+    """
     parts = opened.parts
     covers = filtered.covers
+    yield from map(filtered_name, opened.per_rank)
     if parts.scheduler or scheduler:
         yield "scheduler"
     if parts.user_content:

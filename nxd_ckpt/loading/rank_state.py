@@ -8,14 +8,16 @@ from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.mesh import Mesh, Placed
-from nxd_ckpt.core.name_patterns import filtered_name, how_to_leave_out
+from nxd_ckpt.core.name_patterns import OPTIMIZER, filtered_name, how_to_leave_out
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
+from nxd_ckpt.formats.optimizer_trees import MASTERS
 from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
 from nxd_ckpt.live.dtensor import described_layout
 from nxd_ckpt.live.state_names import SECTIONS, is_below, is_in, key_text, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
+from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.tag.opened import OpenTag
 
 NO_MESH = Mesh((), (), ())
@@ -63,7 +65,8 @@ class RankState:
 
         Raises IncompatibleState for a tensor of another form, or on another mesh.
         """
-        own = {name: leaf for name, leaf in self.leaves.items() if is_in(part, name)}
+        # All of an optimizer is in the tree already, which is filtered.
+        own = {name: leaf for name, leaf in self.leaves.items() if is_in(part, name) and name != OPTIMIZER}
         own = own if placed is not None else {name: leaf for name, leaf in own.items() if name not in self.meshes}
         absent = [name for name in self.absent if is_in(part, name)]
         if not own and not absent:
@@ -75,7 +78,7 @@ class RankState:
         # In tags of before, keys are in names as they are. What differs there has a path, except tensors.
         before = {leaf_name(part, path, parameters): path for path in (*tensors, *at.values())}
         index_of = {name: index for index, name in enumerate(parameters or ())}
-        paths = {name: _live_path(name, tuple(path), index_of) for name, path in self.paths.items()}
+        paths = {name: _live_path(name, tuple(path), index_of) for name, path in self.paths.items() if name in own}
         places = before | paths | at
         values: dict[Path, Any] = {}
         for name, leaf in own.items():
@@ -84,7 +87,8 @@ class RankState:
                 self._check(name, leaf, tensors[path], (placed or {}).get(path))
             if path is not None:
                 values[path] = leaf
-        return replaced(tree, values, [places[name] for name in absent if name in places])
+        whole = replaced(tree, values, [places[name] for name in absent if name in places])
+        return {key: value for key, value in whole.items() if value or key != MASTERS} if part == "optimizer" else whole
 
     def _check(self, name: str, own: Any, leaf: Any, placed: Placed | None) -> None:
         mesh = None if placed is None else described_layout(placed.layout)
@@ -117,8 +121,7 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
     if not names:
         return RankState()
     saved = opened.topology
-    is_same = saved.sizes == topology.sizes and saved.coordinates_of(topology.rank) == topology.coordinates
-    if not is_same or not set(of_groups).isdisjoint(names):
+    if opened.rank is None or not set(of_groups).isdisjoint(names):
         raise IncompatibleState(
             f"{opened.where}: {first_of(names)} differed between the ranks that saved it ({saved.describe()}), and "
             f"each rank's own was saved; this is another job ({topology.describe()}), and nothing tells whose "
@@ -146,6 +149,17 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
     if topology.members is not None:  # in the tag ranks are places among them
         on = {replace(mesh, ranks=tuple(topology.members[place] for place in mesh.ranks)) for mesh in on}
     return RankState(opened.where, leaves, paths, meshes, absent, on)
+
+
+def held_by(opened: OpenTag, part: str, rank: int) -> tuple[OpenTag, dict[str, Any]]:
+    """Return the tree of a part as the global ``rank`` held it, and the tag that its tensors are read from."""
+    held, at = opened, opened.topology.coordinates_of(rank)
+    if opened.per_rank:
+        held = OpenTag(opened.storage, opened.tag, opened._layout, opened.manifest, opened.identity)
+        held.rank = rank
+    tree = held.model_tree(at) if part == "model" else held.optimizer_tree(at)
+    own = rank_state(held, held.topology.at(rank), Filter(LoadOptions()), [part]) if opened.per_rank else RankState()
+    return held, own.put_into(part, tree, held.optimizer_names(at) if part == "optimizer" else None)
 
 
 def _chosen(name: str, leaf: Any, filtered: Filter) -> Any:

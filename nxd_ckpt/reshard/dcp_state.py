@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, Path
+from nxd_ckpt.core.dcp_names import SCHEDULER, USER_CONTENT, DcpEntry, DcpNames, DcpPart, Path
 from nxd_ckpt.errors import KeyMismatch
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, map_tensors, nbytes_of
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.tag.opened import OpenTag
+
+_PARTS = {DcpPart.MODEL: "model", DcpPart.STATE: "optim", DcpPart.OPTION: "optim", DcpPart.SCHEDULER: SCHEDULER}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class DcpState:
         if tensor is None:
             raise KeyMismatch(f"{self.opened.where} has no tensor that torch DCP would call {name!r}")
         return Assembly.of(self._tag.leaf(tensor.source)) if isinstance(tensor.source, str) else tensor.source
+
+    def source(self, name: str) -> str:
+        """Return the name in the tag of a tensor; of anything else its part."""
+        tensor = self.tensors.get(name)
+        if tensor is not None and isinstance(tensor.source, str):
+            return tensor.source
+        path = self.values[name][0] if tensor is None else tensor.path
+        return _PARTS.get(self._names.part_of(name, path, tensor is not None), USER_CONTENT)
 
     @cached_property
     def _all(self) -> dict[str, tuple[Path, Any]]:

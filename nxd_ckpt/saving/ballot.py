@@ -19,6 +19,7 @@ from nxd_ckpt.coordination import journal, lease
 from nxd_ckpt.coordination.control_files import votes_dir
 from nxd_ckpt.core import names
 from nxd_ckpt.core.manifest import FileEntry, RankIndex
+from nxd_ckpt.core.mesh import leaders_of
 from nxd_ckpt.core.names import folders_of
 from nxd_ckpt.core.tags import goes_back, latest
 from nxd_ckpt.core.votes import (
@@ -46,7 +47,7 @@ from nxd_ckpt.errors import (
 )
 from nxd_ckpt.layouts.dcp_metadata import dump_metadata
 from nxd_ckpt.saving.plan import SavePlan
-from nxd_ckpt.saving.replica_check import lines_of, parameters_that_differ, refuse_lines, warn_of_own
+from nxd_ckpt.saving.replica_check import lines_of, names_that_differ, refuse_lines, warn_of_own
 from nxd_ckpt.saving.replicas import Own
 from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
 from nxd_ckpt.saving.staging import stage_and_write
@@ -247,7 +248,7 @@ class Ballot:
             duplicated=writer.duplicated_nbytes,
             claims=claims,
             per_rank=() if plan.replicas is None else tuple({*plan.replicas.own.names, *self._own.names}),
-            lost=tuple(self._own.lost),
+            lost=tuple(dict.fromkeys(self._own.lost)),
             rank_content=plan.parts.rank_content,
         )
 
@@ -348,8 +349,7 @@ class Ballot:
         session = self._session
         plan = self._attempt.plan
         groups = None if plan is None else plan.groups
-        leader_of = None if groups is None else {rank: group.ranks[0] for group in groups for rank in group.ranks}
-        pair = unlike([vote.replica for vote in votes], session.topology, leader_of)
+        pair = unlike([vote.replica for vote in votes], session.topology, leaders_of(groups))
         if pair is None or plan is None:
             return
         keys = {rank: Claim(rank, FORMS, WHOLE).key for rank in pair}
@@ -360,7 +360,7 @@ class Ballot:
         if len(forms) < len(pair):
             self._collect(ANSWER)  # with the error of the rank that could not tell
         lines = [(rank, forms[key]) for rank, key in keys.items()]
-        self._know(parameters_that_differ(lines) if groups is None else ())
+        self._know(names_that_differ(lines))
         refuse_lines(lines, on_mesh=groups is not None)
 
     @property

@@ -48,7 +48,8 @@ class LocalTensor:
 class MeshPlan:
     """The plan of the global ``rank`` for the state ``parts``: model and optimizer, by field of SaveState.
 
-    Ranks are places among the ``members`` of the process group that saves, if it is not the whole job.
+    Ranks are places among the ``members`` of the process group that saves, if it is not the whole job. ``alone``: ranks
+    may hold other plain tensors of the model, of which the first one writes its own.
 
     Raises UnsupportedState for a DTensor on a mesh that the group does not know.
     """
@@ -57,6 +58,7 @@ class MeshPlan:
     group: MeshGroup
     rank: int
     members: tuple[int, ...] | None = None
+    alone: bool = False
     _layouts: dict[Any, Layout] = field(default_factory=dict)
 
     @cached_property
@@ -76,7 +78,7 @@ class MeshPlan:
             for tensor, replica in zip(local, replicas, strict=True):
                 number = self._numbers[id(tensor.placed.layout)]
                 dtype = form_of(tensor.leaf)[0]
-                writes = 0 if may_differ(tensor.about) else replica
+                writes = 0 if self._may_differ(tensor.about) else replica
                 tensors.append(WholeTensor(tensor.about.name, dtype, tensor.placed.shape, number, writes))
         return MeshRecord(self._ordered_layouts, tuple(tensors))
 
@@ -85,7 +87,7 @@ class MeshPlan:
         """Equal on ranks with the same record, apart from tensors that may differ."""
         about = chain.from_iterable(self.tensors.values())
         tensors = zip(self.record.tensors, about, strict=True)
-        alike = tuple(whole for whole, tensor in tensors if not may_differ(tensor.about))
+        alike = tuple(whole for whole, tensor in tensors if not self._may_differ(tensor.about))
         record = MeshRecord(self._placed_layouts, alike)
         return sha256(document.plain(record.to_json()).encode()).hexdigest()[:32]
 
@@ -119,6 +121,9 @@ class MeshPlan:
                     name = tensor.about.name
                     writes = layout.rank_of(at, whole.replica)
                     yield Replica.of(part, number, name, tensor.leaf, writes, what, mesh=mesh)
+
+    def _may_differ(self, about: StateTensor) -> bool:
+        return may_differ(about) or (self.alone and about.placed is None)
 
     def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed

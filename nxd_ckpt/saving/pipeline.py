@@ -98,10 +98,10 @@ class Pipeline:
             plans = agreement.gather(planned.plan.agreed(tag, self._topology))
             newest = decided_by_rank0(agreement, partial(_newest_tag, plans))
             if newest is None:
-                if self._planner.groups is None:
-                    names = differing_state(agreement, summary, planned.plan.replica, self._topology)
-                    self._planner.known.update(names)
-                    planned = on_all(agreement, partial(self.plan, summary.state)) if names else planned
+                replica = planned.plan.replica
+                names = differing_state(agreement, summary, replica, self._topology, self._planner.groups)
+                self._planner.known.update(names)
+                planned = on_all(agreement, partial(self.plan, summary.state)) if names else planned
                 return agreement, planned
             if newest != tag:
                 raise RanksDisagree(f"save of {tag!r} failed: not all ranks made it, others are at {newest!r}")
@@ -175,7 +175,7 @@ class Pipeline:
                     self._hand_over(attempt, wave, views, None if wait else pace, wait=wait)
         finally:
             buffers.filled(stager)
-            if planned.plan.staged is None:
+            if planned.plan.replicas is None:
                 self.submit(lambda: buffers.give_back(stager))
             else:
                 self._held = stager

@@ -5,7 +5,8 @@ Assignment of files to ranks (source: neuronx_distributed 0.18; notes mark omiss
 ===================  ===============================================================================
 of a mesh job        each rank its boxes of model and optimizer, see save.mesh_plan
 model, plain files   the first rank of each replica group, whole
-model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info
+model, xser          the replica group shares: tensors balanced by bytes, its first rank writes reference and info; but
+                     the first rank alone if replicas hold other tensors
 optimizer, ZeRO-1    every rank its own file; with use_zero1_dcp its own files, see `plan_dcp`
 optimizer, unsharded the first rank of each replica group, whole (what the converter writes)
 optimizer, plain     as the model (upstream never writes ep_rank > 0's in plain files: here it is written), but the
@@ -17,7 +18,6 @@ rank content         every rank its own file
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -98,19 +98,19 @@ class SavePlan:
 
 
 def plan_save(
-    state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None, *, alone: bool = False
+    state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None, alone: Collection[str] = ()
 ) -> SavePlan:
     """Plan the save of the rank that ``topology`` is seen from. Reads no tensor data.
 
     The leaves of the state may be live tensors, or stubs of saved ones (TensorStub, Assembly). ``groups`` are those of
-    a mesh job. If replicas hold other state of parameters, one of them writes a plain optimizer ``alone``.
+    a mesh job. Of the parts ``alone`` one replica writes all that others may hold in another form.
 
     Raises:
         InvalidArgument: ``partitions`` names a parameter that the model does not have, or an impossible partition.
         UnsupportedState: DTensors in a form that no mesh job holds.
     """
     if groups is not None or state.is_placed:
-        return _plan_mesh(state, topology, groups or [MeshGroup(tuple(range(topology.world_size)))])
+        return _plan_mesh(state, topology, groups or [MeshGroup(tuple(range(topology.world_size)))], alone)
     parts = state.parts(state.has_master_weights())
     if parts.lower_precision_weights and not state.lower_precision_weights and topology.rank == 0:
         why = state.needs_all_weights(parts.master_weights)
@@ -119,38 +119,35 @@ def plan_save(
     copies: list[Replica] = []
     writers = {"scheduler": 0}
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
-    shared = [part for part in (state.model, state.optimizer) if part is not None]
+    # Of a file that one rank writes, the others save for themselves what they hold in another form.
+    shares = {"model", "optimizer"}.difference(alone) if state.use_xser else set()
     if state.model is not None:
         skipped = set() if parts.lower_precision_weights else _covered(state)
         key = names.model_file(topology, topology.coordinates)
-        experts_only = topology.ep_rank > 0
-        writes = _owners(state.model, state.use_xser, group, topology, skipped, experts_only)
-        files += _shared_files("model", key, state.model, state.use_xser, group, topology, writes)
-        copies += _copies("model", state.model, writes, group, topology)
-        copies += _of_all_experts("model", state.model, topology, skipped) if state.use_xser else ()
+        files, copies = _plan_part("model", key, state, group, topology, skipped, alone="model" in alone)
         writers["model"] = group[0]
     if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
         files += plan_dcp(state.optimizer, state.optimizer_names, topology)
-        shared = shared[:-1]
+        shares.discard("optimizer")
         writers["optimizer"] = topology.rank_of(Coordinates(topology.pp_rank))
         copies += _numbers("optimizer", state.optimizer, writers["optimizer"])
     elif state.optimizer is not None:
         kind = state.optimizer_kind or "plain"
-        zero1 = kind != "plain"
-        # Of a file that one rank writes, the others save for themselves what they hold in another form.
-        is_shared = state.use_xser and not zero1 and not alone
-        shared = shared if is_shared else shared[:-1]
+        key = names.optimizer_file(topology, topology.coordinates, kind)
         owners = [topology.rank] if kind == "zero1" else group
-        its_files, its_copies = _plan_optimizer(state.optimizer, kind, state.use_xser, owners, topology, alone=alone)
+        its_files, its_copies = _plan_part("optimizer", key, state, owners, topology, alone="optimizer" in alone)
         files += its_files
         copies += its_copies
-        writers |= {} if zero1 else {"optimizer": group[0]}
+        if kind == "plain":
+            writers["optimizer"] = group[0]
+        else:
+            shares.discard("optimizer")
     leads = topology.rank == group[0] and topology.tp_rank == 0
     return SavePlan(
         shared=tuple(files),
         objects=plan_objects(state, topology),
         parts=parts,
-        replica=_digest_of_structure(shared, state),
+        replica="".join(own.forms for part, own in state.trees().items() if part in shares),
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
         left_out=state.left_out,
@@ -159,23 +156,30 @@ def plan_save(
     )
 
 
-def _plan_optimizer(
-    optimizer: State, kind: str, use_xser: bool, owners: list[int], topology: Topology, *, alone: bool
+def _plan_part(
+    part: str,
+    key: str,
+    state: SaveState,
+    owners: list[int],
+    topology: Topology,
+    skipped: Collection[str] = (),
+    *,
+    alone: bool,
 ) -> tuple[list[PlannedFile], list[Replica]]:
-    """Return this rank's files of an optimizer that the ranks ``owners`` hold, and what they hold in common."""
-    zero1 = kind != "plain"
-    key = names.optimizer_file(topology, topology.coordinates, kind)
+    """Return this rank's files of a part that the ranks ``owners`` hold, and what they hold in common."""
+    own = state.trees()[part]
+    use_xser = state.use_xser
     group = owners
     if alone:
         group = owners[:1]
-        own = {path: about._replace(expert=False) for path, about in optimizer.tensors.items()}
-        optimizer = replace(optimizer, describe=lambda: own)  # each ep rank's file has all that is in it
-    experts_only = topology.ep_rank > 0 and not zero1
-    writes = _owners(optimizer, use_xser, group, topology, set(), experts_only)
-    copies = list(_copies("optimizer", optimizer, writes, owners, topology))
-    if use_xser and not zero1:
-        copies += _of_all_experts("optimizer", optimizer, topology, set())
-    return _shared_files("optimizer", key, optimizer, use_xser, group, topology, writes), copies
+        described = {path: about._replace(expert=False) for path, about in own.tensors.items()}
+        own = replace(own, describe=lambda: described)  # each ep rank's file has all that is in it
+    is_common = part == "model" or state.optimizer_kind in (None, "plain")
+    writes = _owners(own, use_xser, group, topology, skipped, is_common and topology.ep_rank > 0)
+    copies = list(_copies(part, own, writes, owners, topology))
+    if use_xser and is_common:
+        copies += _of_all_experts(part, own, topology, skipped)
+    return _shared_files(part, key, own, use_xser, group, topology, writes), copies
 
 
 def _with_places(copies: Iterable[Replica], files: Sequence[PlannedFile]) -> Iterator[Replica]:
@@ -221,7 +225,9 @@ def _numbers(part: str, state: State, writes: int) -> Iterator[Replica]:
             yield Replica.of(part, number, state.tensors[path].name, leaf, writes, part)
 
 
-def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]) -> SavePlan:
+def _plan_mesh(
+    state: SaveState, topology: Topology, groups: Sequence[MeshGroup], alone: Collection[str]
+) -> SavePlan:
     refuse_on_mesh(state, topology)
     whole = {} if state.optimizer is None else state.optimizer.tree.get("state", {})
     if len(groups) > 1 and any(isinstance(key, str) and key.endswith(OWN_FORM) for key in whole):
@@ -231,7 +237,7 @@ def _plan_mesh(state: SaveState, topology: Topology, groups: Sequence[MeshGroup]
             "state={'stage_1': ...}"
         )
     group = next(group for group in groups if topology.rank in group.ranks)
-    plan = MeshPlan(state.trees(), group, topology.rank, topology.members)
+    plan = MeshPlan(state.trees(), group, topology.rank, topology.members, alone="model" in alone)
     files = list(plan.files())
     return SavePlan(
         shared=tuple(files),
@@ -365,28 +371,6 @@ def _with_ties(model: ModelState, parameters: set[str]) -> set[str]:
     ties = {about.name.removeprefix("model/"): about.tie for about in model.tensors.values() if about.tie is not None}
     covered = {ties[name] for name in parameters if name in ties}
     return parameters | {name for name, tie in ties.items() if tie in covered}
-
-
-def _digest_of_structure(parts: list[State], state: SaveState) -> str:
-    """Return a digest that is equal on ranks whose ``parts`` have the same names, shapes and dtypes, in the same order.
-
-    A plain optimizer must also hold the same parameters, in any order: it may have no state of them yet.
-    """
-    optimized = state.optimizer_names if state.optimizer_kind in (None, "plain") else None
-    return _digest_of_lines([*sorted(optimized or ()), *(digest_of_forms(part) for part in parts)])
-
-
-def digest_of_forms(part: State) -> str:
-    """Return a digest that is equal for tensors of the same names, shapes and dtypes, in the same order."""
-    tensors = ((part.tensors[path].name, *form_of(tensor)) for path, tensor in iter_tensors(part.tree))
-    return _digest_of_lines(tensors)
-
-
-def _digest_of_lines(lines: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(repr(line).encode())
-    return digest.hexdigest()[:32]
 
 
 _BASE_STATE = "base_state"

@@ -10,8 +10,17 @@ from hashlib import sha256
 from typing import Any
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
-from nxd_ckpt.core.mesh import Mesh, MeshGroup, MeshPlace, OutsideOfGroup, RankStructure, groups_of, ravelled
-from nxd_ckpt.core.name_patterns import lineage
+from nxd_ckpt.core.mesh import (
+    Mesh,
+    MeshGroup,
+    MeshPlace,
+    OutsideOfGroup,
+    RankStructure,
+    groups_of,
+    leaders_of,
+    ravelled,
+)
+from nxd_ckpt.core.name_patterns import OPTIMIZER, lineage
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.core.votes import REPLICAS_ALIKE, Claim, unlike
@@ -22,6 +31,7 @@ from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.formats.tensors import form_of, iter_tensors
 from nxd_ckpt.live import torch_xla
+from nxd_ckpt.live.state_names import is_in
 from nxd_ckpt.saving.mesh_plan import may_differ, mesh_among
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.save_planner import Planner
@@ -45,29 +55,32 @@ def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGrou
     return [MeshGroup.from_json(group) for group in answer["groups"]]
 
 
-def differing_state(agreement: Agreement, summary: MeshSummary, replica: str, topology: Topology) -> list[str]:
-    """Return names of parameters whose state has other tensors on replicas without DTensors. Collective.
+def differing_state(
+    agreement: Agreement, summary: MeshSummary, replica: str, topology: Topology, groups: Sequence[MeshGroup] | None
+) -> list[str]:
+    """Return names of what ranks that share the writing do not all hold, or hold in another form. Collective.
 
-    ``replica`` is the digest of the tensors in this rank's plan.
+    ``replica`` is the digest of the tensors in this rank's plan, ``groups`` are those of a mesh job.
 
-    Raises RanksDisagree, on all ranks, if they hold other tensors beside these.
+    Raises RanksDisagree, on all ranks, if they cannot save it each for itself.
     """
     digests = agreement.gather(replica)
-    ask = decided_by_rank0(agreement, lambda: unlike(digests or [], topology))
+    ask = decided_by_rank0(agreement, lambda: unlike(digests or [], topology, leaders_of(groups)))
     if not ask:
         return []
     lines = _with_parameters(summary.lines, summary.state.optimizer_names or ())
     gathered = agreement.gather(lines if agreement.rank in ask else None) or []
-    return decided_by_rank0(agreement, lambda: _differing_state([(rank, gathered[rank] or {}) for rank in ask]))
+    lines_of_ranks = [(rank, gathered[rank] or {}) for rank in ask] if gathered else []
+    return decided_by_rank0(agreement, lambda: _differing_state(lines_of_ranks, on_mesh=groups is not None))
 
 
-def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> list[str]:
-    parameters = parameters_that_differ(lines_of_ranks)
-    if not parameters:
-        _refuse(lines_of_ranks, REPLICAS_ALIKE)
+def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> list[str]:
+    names = names_that_differ(lines_of_ranks)
+    if not names:
+        _refuse(lines_of_ranks, _MESH_ALIKE if on_mesh else REPLICAS_ALIKE)
     (rank, _), (other_rank, _) = lines_of_ranks
-    warn_of_own((rank, other_rank), parameters)
-    return sorted(parameters)
+    warn_of_own((rank, other_rank), names)
+    return sorted(names)
 
 
 def _with_parameters(lines: _Lines, parameters: Iterable[str]) -> _Lines:
@@ -79,14 +92,24 @@ def _differing_names(lines_a: _Lines, lines_b: _Lines) -> list[str]:
     return [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
 
 
-def parameters_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
-    """Return names of parameters whose state has other tensors on two replicas; none if other tensors differ too."""
+def names_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
+    """Return names of what two replicas may save each for itself, as they hold other tensors; none if they cannot.
+
+    These are tensors of the model, master weights, the state of parameters, or all of an optimizer. DTensors cannot.
+    """
     (_, lines_a), (_, lines_b) = lines_of_ranks
     names = _differing_names(lines_a, lines_b)
     parameters = {name for name, line in lines_a.items() if line == [] == lines_b.get(name)}
-    differing = {next((above for above in lineage(name) if above in parameters), "") for name in names}
-    is_all = "" not in differing and not any(name.endswith(f"/{MASTER_WEIGHTS}") for name in names)
-    return differing if is_all else set()
+    differing = set[str]()
+    for name in names:
+        if is_in("model", name) or name.endswith(f"/{MASTER_WEIGHTS}"):
+            differing.add(name)
+        else:
+            differing.add(next((above for above in lineage(name) if above in parameters), OPTIMIZER))
+    whole = {**lines_a, **lines_b} if OPTIMIZER in differing else names
+    placed = [line for lines in (lines_a, lines_b) for name in whole if (line := lines.get(name)) and line[2]]
+    have_model = {any(is_in("model", name) for name in lines) for lines in (lines_a, lines_b)}
+    return set() if placed or len(have_model) > 1 else differing
 
 
 def warn_of_own(ranks: tuple[int, int], names: Collection[str]) -> None:
@@ -116,8 +139,8 @@ def lines_of(plan: SavePlan) -> dict[str, list[Any]]:
 
 def refuse_lines(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> None:
     """Raise RanksDisagree with the difference between the lines of two ranks that must hold the same tensors."""
-    later = "; or try again: the next save keeps each rank's own" if parameters_that_differ(lines_of_ranks) else ""
-    _refuse(lines_of_ranks, _MESH_ALIKE if on_mesh else f"{REPLICAS_ALIKE}{later}")
+    later = "; or try again: the next save keeps each rank's own" if names_that_differ(lines_of_ranks) else ""
+    _refuse(lines_of_ranks, f"{_MESH_ALIKE if on_mesh else REPLICAS_ALIKE}{later}")
 
 
 class MeshSummary:
@@ -126,7 +149,7 @@ class MeshSummary:
     def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:
         self.state: SaveState = state
         self.lines: _Lines = {}
-        self._alike: _Lines = {}
+        self._alike: tuple[_Lines, _Lines] = {}, {}
         self._meshes: list[tuple[Mesh, tuple[int, ...]]] = []
         for part in state.trees().values():
             for path, leaf in iter_tensors(part.tree):
@@ -142,13 +165,16 @@ class MeshSummary:
                     line = [dtype, list(about.placed.shape), placements, self._meshes.index(mesh)]
                 self.lines[about.name] = line
                 if not may_differ(about):
-                    self._alike[about.name] = line
+                    self._alike[0][about.name] = line
+                if about.placed is not None:
+                    self._alike[1][about.name] = line
 
     @property
     def summary(self) -> list[Any]:
-        """True if there are DTensors, and a RankStructure."""
-        structure = sha256(repr(self._alike).encode()).hexdigest()[:32]
-        return [self.state.is_placed, RankStructure(structure, [_place(*mesh) for mesh in self._meshes])]
+        """True if there are DTensors, and a RankStructure of all tensors, and one of these alone."""
+        places = [_place(*mesh) for mesh in self._meshes]
+        digests = [sha256(repr(lines).encode()).hexdigest()[:32] for lines in self._alike]
+        return [self.state.is_placed, *(RankStructure(digest, places) for digest in digests)]
 
 
 def _place(mesh: Mesh, coordinate: tuple[int, ...]) -> MeshPlace:
@@ -159,12 +185,17 @@ def _place(mesh: Mesh, coordinate: tuple[int, ...]) -> MeshPlace:
 
 def _answer(summaries: Sequence[Any]) -> dict[str, Any] | None:
     """Return rank 0's conclusion from all summaries: the groups, or the ranks to compare; None for no mesh job."""
-    if not any(is_placed for is_placed, _ in summaries):
+    if not any(is_placed for is_placed, *_ in summaries):
         return None
+    by_all, by_placed = (
+        [RankStructure(digest, [MeshPlace(*mesh) for mesh in meshes]) for digest, meshes in structures]
+        for structures in zip(*(structures for _, *structures in summaries), strict=True)
+    )
     try:
-        groups = groups_of(
-            [RankStructure(structure[0], [MeshPlace(*mesh) for mesh in structure[1]]) for _, structure in summaries]
-        )
+        try:
+            groups = groups_of(by_all)
+        except OutsideOfGroup:  # ranks of a mesh hold other plain tensors
+            groups = groups_of(by_placed)
     except OutsideOfGroup as outside:
         return {"groups": [], "ask": [rank for rank in (outside.rank, outside.other) if rank is not None]}
     leaders = [group.ranks[0] for group in groups]

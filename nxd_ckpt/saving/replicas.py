@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.core.name_patterns import OPTIMIZER
 from nxd_ckpt.core.votes import REPLICAS_ALIKE, SAMPLES, VALUES, WHOLE, Claim
 from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import block_crcs, crc32, digest_of_value
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
-from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
 from nxd_ckpt.formats.tensors import Path, children_of, form_of, iter_tensors, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
@@ -33,9 +32,6 @@ from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile, Wave
 
 LARGE = 2**20
 """Bytes from which on samples of a tensor are compared."""
-
-_GROUP = " in its param group"
-"""End of the name under which ranks compare which parameters are in one group."""
 
 _SAMPLE = 2**12
 """Bytes of each of the three samples of a large tensor."""
@@ -102,11 +98,14 @@ class Values:
 
     @cached_property
     def digests(self) -> dict[str, int]:
-        """Digest of each value, by name, except the ``known``; of parameters, which of them are in one group."""
+        """Digest of each value, by name, except the ``known``."""
         values = ((name, value) for name, (_, value) in self.by_name.items() if not is_below(name, self.known))
-        digests = {name: digest_of_value(self._about(value)) for name, value in values}
-        groups = groups_of(self.tree, self.parameters or ()) if self.part == "optimizer" else {}
-        return digests | {f"optim/{name}{_GROUP}": crc32(first.encode()) for name, first in groups.items()}
+        return {name: digest_of_value(self._about(value)) for name, value in values}
+
+    @cached_property
+    def _groups(self) -> Any:
+        """An optimizer's parameters, and which of them are in one group."""
+        return sorted(groups_of(self.tree, self.parameters).items()) if self.part == "optimizer" else None
 
     def is_plain(self, container: Container) -> bool:
         """Return whether the container has only tensors that other ranks may have in another form, or not."""
@@ -116,6 +115,8 @@ class Values:
         """Return plain data; of a container the forms of its tensors, and its keys if these have no names."""
         if not isinstance(value, Container):
             return value
+        if value.tree is self.tree and self.part in ("model", "optimizer"):
+            return self._groups or bool(self.tensors)
         if self.part == "optimizer":
             return [(path, self._forms.get(id(leaf))) for path, leaf in iter_tensors(value.tree, torch.Tensor)]
         return type(value.tree).__name__, [(key, self._forms.get(id(leaf))) for key, leaf in children_of(value.tree)]
@@ -130,7 +131,7 @@ class Values:
     def digest(self) -> int:
         """Digest of all of them."""
         if self.pickled is not None and not self.known:
-            return crc32(repr((self.form, crc32(self.pickled))).encode())
+            return crc32(repr((self.form, crc32(self.pickled), self._groups)).encode())
         return crc32(repr(sorted(self.digests.items())).encode())
 
 
@@ -138,7 +139,8 @@ class Values:
 class Own:
     """Content of a rank's own: ``leaves`` by name, those that are ``absent`` here, and those that were ``lost``.
 
-    ``paths`` are those of leaves that are no tensors, ``meshes`` the placements of DTensors.
+    ``paths`` are those of the leaves, ``meshes`` the placements of DTensors. ``parameters`` are those of an optimizer
+    that is all this rank's own.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -146,6 +148,7 @@ class Own:
     meshes: dict[str, str] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.leaves or self.absent or self.lost)
@@ -154,14 +157,13 @@ class Own:
     def names(self) -> list[str]:
         return sorted({*self.leaves, *self.absent, *self.lost})
 
-    def keep(self, copy: Replica, tensor: torch.Tensor | None, path: Path | None = None) -> None:
-        """Keep a tensor; None if it is gone. It has a ``path`` in a container that another rank may have without it."""
+    def keep(self, copy: Replica, tensor: torch.Tensor | None, paths: Mapping[str, Sequence[Path]]) -> None:
+        """Keep a tensor; None if it is gone. ``paths`` has those of the tensors of each part."""
         if tensor is None:
             self.lost.append(copy.name)
             return
         self.leaves[copy.name] = tensor
-        if path is not None:
-            self.paths[copy.name] = list(path)
+        self.paths[copy.name] = list(paths[copy.part][copy.number])
         if copy.mesh is not None:
             self.meshes[copy.name] = copy.mesh
 
@@ -171,17 +173,35 @@ class Own:
         """Keep the values of these names, also that some are not there; of containers the ``own_value`` of tensors.
 
         A container with tensors that all ranks have stays: those that differ are kept one by one.
+
+        Raises RanksDisagree if ranks do not optimize the same parameters, of which some are DTensors, or if one of them
+        has no model.
         """
-        for name in names:
-            if name in values.by_name:
-                path, value = values.by_name[name]
-                if isinstance(value, Container) and not values.is_plain(value):
-                    continue
-                own = map_tensors(value.tree, own_value) if isinstance(value, Container) else value
-                self.leaves[name] = own
-                self.paths[name] = list(path)
-            else:
+        kept = set[str]()
+        for name in names:  # that of a container comes before those in it
+            if is_below(name, kept):
+                continue
+            if name == "model":
+                here, there = ("tensors", "none") if values.tensors else ("no tensors", "some")
+                raise RanksDisagree(
+                    f"the model has {here} on this rank, and {there} on rank {values.writes}; {REPLICAS_ALIKE}"
+                )
+            path, value = values.by_name.get(name, ((), self))
+            if isinstance(value, Container) and not values.is_plain(value):
+                if name == OPTIMIZER:
+                    raise RanksDisagree(
+                        f"the optimizer of DTensors has other parameters, or other param groups, than on rank "
+                        f"{values.writes}: build it alike on all ranks"
+                    )
+                continue
+            kept.add(name)
+            if value is self:
                 self.absent.append(name)
+                continue
+            self.leaves[name] = map_tensors(value.tree, own_value) if isinstance(value, Container) else value
+            self.paths[name] = list(path)
+            if name == OPTIMIZER:
+                self.parameters.extend(values.parameters or ())
 
     def file(self, rank: int, number: int) -> PlannedFile:
         """Return the file to write; ``number`` is that of names.rank_state_file."""
@@ -221,6 +241,7 @@ class Replicas:
     of_rank: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
     stays: bool = False
     _staged: dict[int, memoryview] = field(default_factory=dict)
+    """Staged bytes of whole tensors, by the ids of these."""
     _blocks: dict[int, list[int]] = field(default_factory=dict)
     _samples: dict[tuple[int, int], list[bytearray]] = field(default_factory=dict)
 
@@ -231,14 +252,15 @@ class Replicas:
         for name, (path, value) in self.of_rank.items():
             own.leaves[name] = value
             own.paths[name] = list(path)
-        for copy in self.copies if self.known else ():
-            if copy.name in self.known and copy.writes != self.rank:
-                own.keep(copy, self.tensors[copy.part][copy.number], self._path(copy))
         for values in self.values if self.known else ():
             if values.writes != self.rank:
                 others = self.known.difference(self._names, self.of_rank)
                 names = [name for name in others if is_in(values.part, name)]
-                own.keep_values(values, names)
+                own.keep_values(values, sorted(names))
+        apart = {*own.leaves, *own.absent}
+        for copy in self.copies if self.known else ():
+            if copy.name in self.known and copy.writes != self.rank and not is_below(copy.name, apart):
+                own.keep(copy, self.tensors[copy.part][copy.number], self._paths)
         return own
 
     @cached_property
@@ -264,17 +286,13 @@ class Replicas:
     def look(self, wave: Wave, views: Sequence[memoryview], files: Sequence[PlannedFile]) -> None:
         """Take from a staged wave of ``files`` what is compared: one without a name is not written."""
         sampled = self._sampled
-        sampled_files = {file for file, _ in sampled}
         for span, view in zip(wave, views, strict=True):
             image = files[span.file].image
-            is_staged = not files[span.file].key
-            if not is_staged and span.file not in sampled_files:
-                continue
             for storage, first, last, at in span.tensors(image):
-                if is_staged:
+                if not span.is_part:
+                    self._staged[id(image.tensors[storage])] = view[at : at + last - first]
+                if not files[span.file].key:
                     self._blocks.setdefault(storage, []).extend(block_crcs(view[at : at + last - first]))
-                    if not span.is_part:
-                        self._staged[storage] = view[at : at + last - first]
                 elif (span.file, storage) in sampled:
                     spans = _sample_spans(image.storages[storage].nbytes)
                     samples = self._samples.setdefault((span.file, storage), [bytearray() for _ in spans])
@@ -297,13 +315,13 @@ class Replicas:
         for copy in self.copies:
             if copy.writes != self.rank or copy.place is None or is_below(copy.name, self.known):
                 continue
-            whole = _joint(blocks(copy.place))
+            whole = _joint(copy, blocks(copy.place))
             digests.setdefault(copy.claim(WHOLE), {})[copy.name] = whole
             samples = self._samples.get(copy.place)
             if copy.nbytes <= LARGE:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = whole
             elif samples is not None:
-                digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = _joint([crc32(sample) for sample in samples])
+                digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = _joint(copy, list(map(crc32, samples)))
         by_copy: dict[int, list[int]] = {}
         for storage, number in enumerate(self._number_of):
             by_copy.setdefault(number, []).append(storage)
@@ -311,7 +329,7 @@ class Replicas:
         for number, storages in by_copy.items():
             copy = self.compared[number]
             crcs = [crc for storage in storages for crc in self._blocks.get(storage, [])]
-            digests.setdefault(copy.claim(how), {})[copy.name] = _joint(crcs)
+            digests.setdefault(copy.claim(how), {})[copy.name] = _joint(copy, crcs)
         return digests
 
     def digests_of_live(self) -> dict[str, dict[str, int]]:
@@ -319,7 +337,8 @@ class Replicas:
         digests: dict[str, dict[str, int]] = {values.claim: values.digests for values in self.values}
         for copy in self.copies:
             tensor = self.tensors[copy.part][copy.number].detach().cpu().contiguous()
-            digests.setdefault(copy.claim(WHOLE), {})[copy.name] = crc32(byte_view(tensor)) if tensor.numel() else 0
+            crcs = [crc32(byte_view(tensor))] if tensor.numel() else []
+            digests.setdefault(copy.claim(WHOLE), {})[copy.name] = _joint(copy, crcs)
         return digests
 
     def summary(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, int]:
@@ -352,16 +371,11 @@ class Replicas:
         """Return what differs from ``theirs``: digests by claim and name."""
         own = Own()
         mine = self.digests(lambda place: [])
-        storage_of = {number: storage for storage, number in enumerate(self._number_of)}
-        number_of = {id(self.tensors[copy.part][copy.number]): number for number, copy in enumerate(self.compared)}
         copy_of = {id(self.tensors[copy.part][copy.number]): copy for copy in self.copies}
 
         def own_value(tensor: torch.Tensor) -> torch.Tensor | None:
             copy = copy_of[id(tensor)]
-            number = number_of.get(id(tensor))
-            value = tensor if self.stays else None
-            if number is not None:  # else it is this rank's own already, and was not staged to be compared
-                value = self._held(number, copy, storage_of)
+            value = self._held(copy)
             if value is None:
                 own.lost.append(copy.name)
             return value
@@ -371,76 +385,38 @@ class Replicas:
                 others = theirs[values.claim]
                 here = values.digests
                 names = [name for name in {**here, **others} if here.get(name) != others.get(name)]
-                regrouped = [name.removesuffix(_GROUP) for name in names if name.endswith(_GROUP)]
-                if regrouped:
-                    raise RanksDisagree(
-                        f"{first_of(regrouped)}: in a param group with other parameters than on rank {values.writes}, "
-                        "so that no load could give each rank its options: build param_groups alike on all ranks"
-                    )
                 own.keep_values(values, names, own_value)
         apart = {*own.leaves, *own.absent}
         how = WHOLE if self.whole else SAMPLES
-        for number, copy in enumerate(self.compared):
+        for copy in self.compared:
             key = copy.claim(how)
-            if key in theirs and not is_below(copy.name, apart):
-                other = theirs[key].get(copy.name)
-                if other is None and not self._is_in_container(copy):
-                    raise _held_by_some(copy.name, self.rank, copy.writes)
-                if mine.get(key, {}).get(copy.name) != other:
-                    own.keep(copy, self._held(number, copy, storage_of), self._path(copy))
-        contained = {*self._containers, *apart}
+            differs = key in theirs and mine.get(key, {}).get(copy.name) != theirs[key].get(copy.name)
+            if differs and not is_below(copy.name, apart):
+                own.keep(copy, self._held(copy), self._paths)
         for key, others in theirs.items():
-            claim = Claim.of(key)
-            for name in others if not claim.what.endswith(VALUES) else ():
-                if name in self._names or name in self.of_rank:
-                    continue
-                if _is_master(name) or not is_below(name, contained):
-                    raise _held_by_some(name, claim.writes, self.rank)
-                if not is_below(name, apart):
+            for name in others if not Claim.of(key).what.endswith(VALUES) else ():
+                if not (name in self._names or name in self.of_rank or is_below(name, apart)):
                     own.absent.append(name)
         return own
 
-    def _is_in_container(self, copy: Replica) -> bool:
-        """Return whether a tensor has a place also on ranks that lack it: in a container, which is compared too."""
-        return copy.part != "optimizer" or (not _is_master(copy.name) and is_below(copy.name, self._containers))
-
-    def _path(self, copy: Replica) -> Path | None:
-        """Return the path of an optimizer's tensor."""
-        return None if copy.part != "optimizer" else self._paths.get(id(self.tensors[copy.part][copy.number]))
-
     @cached_property
-    def _paths(self) -> dict[int, Path]:
-        containers = ((path, value.tree) for path, value in self._containers.values())
-        return {id(child): (*path, key) for path, tree in containers for key, child in children_of(tree)}
+    def _paths(self) -> dict[str, list[Path]]:
+        """The paths of the tensors of each part."""
+        return {each.part: [path for path, _ in iter_tensors(each.tree, torch.Tensor)] for each in self.values}
 
-    @cached_property
-    def _containers(self) -> dict[str, tuple[Path, Container]]:
-        """The containers that have names, with their paths."""
-        named = [item for values in self.values for item in values.by_name.items()]
-        return {name: (path, value) for name, (path, value) in named if isinstance(value, Container)}
-
-    def _held(self, number: int, copy: Replica, storage_of: Mapping[int, int]) -> torch.Tensor | None:
+    def _held(self, copy: Replica) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
-        if self.whole or copy.nbytes <= LARGE:
-            staged = self._staged.get(storage_of[number]) if copy.nbytes else memoryview(b"")  # no wave has empty ones
-            if staged is not None:
-                value = _tensor_at(staged, *copy.form)
-                return value if copy.stride is None else with_note(value, copy.stride)
-        return self.tensors[copy.part][copy.number] if self.stays else None
+        tensor = self.tensors[copy.part][copy.number]
+        staged = self._staged.get(id(tensor)) if copy.nbytes else memoryview(b"")  # no wave has empty ones
+        if staged is None:
+            return tensor if self.stays else None
+        value = _tensor_at(staged, *copy.form)
+        return value if copy.stride is None else with_note(value, copy.stride)
 
 
-def _is_master(name: str) -> bool:
-    """Return whether this is a master weight, which is beside the state of its parameter."""
-    return name.endswith(f"/{MASTER_WEIGHTS}")
-
-
-def _held_by_some(name: str, rank: int, other_rank: int) -> RanksDisagree:
-    return RanksDisagree(f"{name} is a tensor on rank {rank}, and not there on rank {other_rank}; {REPLICAS_ALIKE}")
-
-
-def _joint(crcs: Sequence[int]) -> int:
-    """Return one digest for those of a tensor's blocks, or of its samples."""
-    return crcs[0] if len(crcs) == 1 else crc32(repr(list(crcs)).encode())
+def _joint(copy: Replica, crcs: Sequence[int]) -> int:
+    """Return one digest of a tensor's form, and of those of its blocks or samples."""
+    return crc32(repr((copy.form, *crcs)).encode())
 
 
 def _tensor_at(view: memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

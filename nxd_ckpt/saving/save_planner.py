@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nxd_ckpt.core.mesh import MeshGroup
+from nxd_ckpt.core.name_patterns import OPTIMIZER
 from nxd_ckpt.core.names import SCHEDULER
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
@@ -27,8 +28,8 @@ from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.layouts.payload import checked_optimizer
-from nxd_ckpt.live.state_names import is_below, key_text, leaf_name
-from nxd_ckpt.saving.plan import SavePlan, digest_of_forms, plan_objects, plan_save
+from nxd_ckpt.live.state_names import is_below, is_in, key_text, leaf_name
+from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values
 
@@ -141,7 +142,7 @@ class Planner:
         """
         if agreed:
             self._cached = None
-            self._shared = None if state.optimizer is None else digest_of_forms(state.optimizer)
+            self._shared = None if state.optimizer is None else state.optimizer.forms
         trees = {part: own.tree for part, own in state.trees().items()}
         structures = {part: structure_of(tree) for part, tree in trees.items()}
         plan = self._plan(state, structures)
@@ -166,14 +167,17 @@ class Planner:
             return plan
         return self._cached.holding(state, complete, self._topology)
 
-    def _writes_alone(self, state: SaveState) -> bool:
-        """Return whether one rank writes the plain optimizer of its replicas, as its tensors differ, or may do so."""
+    def _written_alone(self, state: SaveState) -> Iterator[str]:
+        """Yield the parts that one rank writes alone, as its replicas hold other tensors, or may do so."""
+        if any(is_in("model", name) for name in self.known):
+            yield "model"
         if state.optimizer is None:
-            return True
+            return
         indices = (f"#{index}" for group in state.optimizer.tree["param_groups"] for index in group["params"])
-        differ = {f"optim/{name}" for name in state.optimizer_names or indices} & self.known
+        differ = {OPTIMIZER, *(f"optim/{name}" for name in state.optimizer_names or indices)} & self.known
         of_whole = any(name.startswith("optim/state/") for name in self.known)
-        return bool(differ) or of_whole or digest_of_forms(state.optimizer) != self._shared
+        if differ or of_whole or state.optimizer.forms != self._shared:
+            yield "optimizer"
 
     def _planned(self, state: SaveState) -> SavePlan:
         """Plan a save of another structure than the last one's. Raises UnsupportedState for what no load would take."""
@@ -194,7 +198,7 @@ class Planner:
         if self._topology.world_size > 1:
             for part in state.trees().values():
                 _refuse_one_name(part)
-        return plan_save(state, self._topology, self.groups, alone=self._writes_alone(state))
+        return plan_save(state, self._topology, self.groups, {*self._written_alone(state)})
 
     def _with_replicas(
         self,

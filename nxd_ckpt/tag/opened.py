@@ -12,6 +12,7 @@ from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.document import as_written
 from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_index
+from nxd_ckpt.core.name_patterns import OPTIMIZER
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.effects import logger
@@ -31,11 +32,12 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.layouts.files import MissingTensor, TagFiles, TreeCache
 from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
 from nxd_ckpt.layouts.nxd_tag import TagLayout, layout_of
-from nxd_ckpt.layouts.payload import checked_rank_state
+from nxd_ckpt.layouts.payload import checked_optimizer, checked_rank_state
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.identity import Identity, is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.mesh_trees import MeshTrees
 from nxd_ckpt.tag.range_reader import in_parallel
+from nxd_ckpt.tag.rank_states import with_own
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,
@@ -74,6 +76,8 @@ class OpenTag:
     is_renamed = False
     own: tuple[int, Collection[str]] | None = None
     """A rank of a mesh job of this size that loads, and the names of its model."""
+    rank: int | None = None
+    """The rank that loads, if it is one of those that saved: its trees have what it alone had."""
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class OpenTag:
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._verified: set[str] = set()
+        self._rank_states: dict[int, list[dict[str, Any]]] = {}
         self.entries: Entries = layout.files.entries
         self._trees = TreeCache()
         self._changed: dict[tuple[str, int], DigestMismatch] = {}
@@ -167,7 +172,9 @@ class OpenTag:
 
         It is cached for a while, like `optimizer_tree`: nobody may change it.
         """
-        return self._trees.get(("model", self.topology.writer_of(at)), partial(self._model_tree, at))
+        states = self._own_states()
+        key = "model", self.topology.writer_of(at)
+        return self._trees.get(key, lambda: with_own(self._model_tree(at), states))
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         if self.mesh is not None:
@@ -188,15 +195,11 @@ class OpenTag:
             return None
         at = self.topology.coordinates_of
         return MeshTrees(
-            where=self.where,
-            files=self._layout.files,
-            leaders=self.manifest.leaders,
+            self.where, self._layout.files, self.manifest.leaders,
             index=lambda rank: self.index(at(rank)),
             verify=lambda file, rank: self._verify(file, at(rank)),
-            verify_size=self._expect,
-            entries=self.entries,
-            own=self.own,
-        )
+            verify_size=self._expect, entries=self.entries, own=self.own,
+        )  # fmt: skip
 
     def model_names(self) -> set[str]:
         """Return the names of the model on all pipeline stages."""
@@ -230,6 +233,8 @@ class OpenTag:
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         kind = self.parts.optimizer
+        for state in self._own_states(OPTIMIZER):
+            return checked_optimizer(state["leaves"][OPTIMIZER], self.where)
         if self.mesh is not None:
             return self.mesh.optimizer()
         if kind == "zero1_dcp" and self.manifest is not None:
@@ -289,6 +294,8 @@ class OpenTag:
         """Return the parameter behind each index of the optimizer's state, or None if the tag does not record it."""
         if self.manifest is None:
             return self._layout.optimizer_names(at)
+        for state in self._own_states(OPTIMIZER):
+            return state["parameters"] or None
         if self.mesh is not None:
             return self.mesh.optimizer_names()
         recorded = self.index(replace(self.topology.writer_of(at), tp_rank=0)).optimizer_names
@@ -329,30 +336,24 @@ class OpenTag:
         """Names under which groups of a mesh job saved different things; none if a rank takes its own group's."""
         return () if self.mesh is None else self.mesh.differing
 
-    def refuse_per_rank(self, *parts: str) -> None:
-        """Raise IncompatibleState if ranks saved their own values of some of these ``parts``, "model" or "optim"."""
-        there = {part for part in parts if part != "optim" or self.parts.optimizer is not None}
-        own = [name for name in (*self.per_rank, *self.of_groups) if name.partition("/")[0] in there]
-        if own:
-            is_optimizer = all(name.startswith("optim/") for name in own)
-            without = ", or leave out the optimizer: optimizer=False (--no-optimizer)" if is_optimizer else ""
-            raise IncompatibleState(
-                f"{self.where}: {first_of(own)} differed between the ranks that saved it, and each rank's own was "
-                "saved: nothing tells whose to convert. Resume on the same ranks, make them equal there, and save "
-                f"again{without}"
-            )
-
     def rank_state(self, rank: int) -> list[dict[str, Any]]:
         """Return what the global ``rank`` saved for itself, a saving.replicas.Own, with TensorStubs for tensors."""
-        at = self.topology.coordinates_of(rank)
-        index = self.index(at)
-        files = [file for file in index.files if file.startswith(f"{names.RANK_STATE_DIR}/")]
-        states = []
-        for file in files:
-            with self._parsing(file, at):
-                states.append(checked_rank_state(self._layout.files.tree(file), f"{self.where}/{file}"))
-        self.entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
-        return states
+        if rank not in self._rank_states:  # the trees have the same tensors
+            at = self.topology.coordinates_of(rank)
+            index = self.index(at)
+            files = [file for file in index.files if file.startswith(f"{names.RANK_STATE_DIR}/")]
+            states = self._rank_states[rank] = []
+            for file in files:
+                with self._parsing(file, at):
+                    states.append(checked_rank_state(self._layout.files.tree(file), f"{self.where}/{file}"))
+            self.entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
+        return self._rank_states[rank]
+
+    def _own_states(self, name: str = "") -> list[dict[str, Any]]:
+        """Return what the rank that loads saved for itself; with ``name``, those states that have it."""
+        if self.rank is None or self.manifest is None or not self.manifest.per_rank:
+            return []
+        return [own for own in OpenTag.rank_state(self, self.rank) if not name or name in own["leaves"]]
 
     def index(self, at: Coordinates) -> RankIndex:
         """Return the index of the rank at these coordinates, verified against the manifest. Only for our tags."""

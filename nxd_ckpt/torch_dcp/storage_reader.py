@@ -49,6 +49,7 @@ from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
 from nxd_ckpt.tag.identity import require_one_save
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 from nxd_ckpt.tag.reading import LeafReader
 
 _TURN = 64 * 2**20
@@ -147,8 +148,14 @@ class StorageReader(TorchStorageReader):
         """Do nothing: there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan with the save that this rank reads its own items from."""
-        return replace(plan, storage_data=self._open()[0].save_name)
+        """Return the plan with the save that this rank reads its own items from.
+
+        Raises IncompatibleState for an item of which ranks saved their own values.
+        """
+        opened, states = self._open()
+        items = (item.storage_index.fqn for item in plan.items)
+        refuse_per_rank(opened, *(states.holding(name).source(name) for name in items))
+        return replace(plan, storage_data=opened.save_name)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans unchanged.
@@ -202,7 +209,6 @@ class StorageReader(TorchStorageReader):
             place = locate_input(self._path, self._options)
             directory = _open_directory(place)
             opened, names = directory or (open_source(place), None)
-            opened.refuse_per_rank("model", "optim")
             with opened.guarded():
                 tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
                 self._opened = opened, _States(tag, self._names(opened.dcp_names or names or self.usual))

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, convert
+from nxd_ckpt.adapters.dcp import StorageReader
 from nxd_ckpt.errors import IncompatibleState
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refusal
@@ -120,24 +123,42 @@ def test_filters_and_other_jobs(gloo_ranks: RankPool, tmp_path: Path) -> None:
         checkpointer.load(1, model)
     assert "optim/a.bias" in said
     assert "nothing tells whose it takes" in said
+    reader = StorageReader(tmp_path / "step_1")
+    for one in (weights := model.state_dict()).values():
+        one.zero_()
+    load({"model": weights}, storage_reader=reader)
+    assert all(one.any() for one in weights.values())
+    wanted = {"optim": {"state": {"a.weight": {"step": torch.zeros(())}}}}
+    with pytest.raises(CheckpointException, match=r"optim/a\.weight differed between the ranks that saved it"):
+        load(wanted, storage_reader=reader)
     for form in ("files", "dcp", "tag"):
         with pytest.raises(IncompatibleState, match=r"optim/a\.bias.* leave out the optimizer: optimizer=False"):
             convert(tmp_path, tmp_path / form, to=form)
         convert(tmp_path, tmp_path / form, to=form, optimizer=False)
 
 
-def masters(rank: int, directory: Path) -> str:
-    """The error of a save of master weights that one rank alone keeps."""
-    state: dict[str, Any] = {"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-    state |= {"sharded_master_weights": {0: torch.ones(2)}} if rank == 2 else {}
+def masters(rank: int, directory: Path, on: tuple[int, ...], own: bool) -> list[bool]:
+    """Whether saves of master weights come back that some ranks keep, beside state that differs if it is ``own``."""
+    right = []
     with Checkpointer(directory) as checkpointer:
-        return refusal(lambda: checkpointer.save(1, None, state))
+        for step in range(3):
+            moments = torch.ones(2 + rank * own)
+            state: dict[str, Any] = {"state": {0: {"m": moments}}, "param_groups": [{"params": [0]}]}
+            state |= {"sharded_master_weights": {0: torch.full((2,), float(rank + step))}} if rank in on else {}
+            checkpointer.save(step, None, state)
+            loaded: dict[str, Any] = {}
+            checkpointer.load(step, None, loaded)
+            right.append(repr(loaded) == repr(state))
+    return right
 
 
-def test_a_tensor_beside_the_state_of_parameters_is_refused(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """With its name."""
-    for message in gloo_ranks.run(masters, tmp_path):
-        assert "master_weights is a tensor on rank 2, and not there on rank 0" in message
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("on", [(2,), (0, 1), (0, 1, 2, 3)])
+def test_master_weights_of_some_ranks_come_back(
+    gloo_ranks: RankPool, tmp_path: Path, on: tuple[int, ...], own: bool
+) -> None:
+    """The save was refused; beside state that differs, rank 0's came back to all without a word."""
+    assert [[True] * 3] * 4 == gloo_ranks.run(masters, tmp_path, on, own)
 
 
 def whole(rank: int, directory: Path, first: int) -> tuple[list[int], str]:

@@ -139,6 +139,46 @@ def _stages() -> Objects:
     return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+def _parts(number: int) -> Objects:
+    """A part of a rank's own, of a size of its own, and a buffer that counts, beside one of all ranks."""
+    model = Inner(nn.Linear(6, 6))
+    model.layers.add_module(f"of_{number}", nn.Linear(6, 6, bias=bool(number % 2)))
+    model.register_buffer(f"steps_{number}", torch.zeros(1 + number))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _owned_clones(number: int) -> Objects:
+    """ZeRO-1 by hand: float32 clones of the parameters that a rank owns, which are sent to the others."""
+    model = OfRank(nn.Linear(6, 7), nn.Linear(7, 6, bias=False), number=number).to(torch.bfloat16)
+    named = list(model.parameters())
+    owned = named[number :: dist.get_world_size() - 1]
+    clones = [nn.Parameter(one.detach().float()) for one in owned]
+    optimizer = torch.optim.AdamW(clones, lr=0.1)
+
+    def take_gradients(*_: Any) -> None:
+        for clone, one in zip(clones, owned, strict=True):
+            clone.grad = None if one.grad is None else one.grad.float()
+
+    def send(*_: Any) -> None:
+        for clone, one in zip(clones, owned, strict=True):
+            one.detach().copy_(clone)
+        for place, one in enumerate(named):
+            dist.broadcast(one.detach(), place % (dist.get_world_size() - 1))
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(send)
+    return model, optimizer
+
+
+def _beside_shards(number: int) -> Objects:
+    """DTensors, beside a frozen adapter and a table of another size on each rank."""
+    model = _sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.add_module("adapter", nn.Linear(6, 1 + number).requires_grad_(False))
+    model.register_buffer("table", torch.ones(1 + number))
+    return model, optimizer
+
+
 def _schedulers() -> Objects:
     model, optimizer = _replicas(partial(torch.optim.SGD, lr=0.1 * (1 + dist.get_rank())))
     rates = torch.optim.lr_scheduler
@@ -205,6 +245,9 @@ CASES: dict[str, Callable[[], Objects]] = {
     "SOAP by owner": partial(_replicas, imitations.by_owner(imitations.Soap)),
     "Shampoo by owner": partial(_replicas, imitations.by_owner(imitations.Shampoo)),
     "a block of each rank": partial(_replicas, partial(imitations.Blocks, lr=0.01, momentum=0.9)),
+    "parts of a rank": lambda: _parts(dist.get_rank()),
+    "clones of owned parameters": lambda: _owned_clones(dist.get_rank() % 3),
+    "parts of a rank beside shards": lambda: _beside_shards(dist.get_rank()),
     "whole tensors beside DTensors": partial(_sharded_whole, (4,), owned=False),
     "whole tensors of owners": partial(_sharded_whole, (4,), owned=True),
     "whole tensors of owners, in replicas of shards": partial(_sharded_whole, (2, 2), owned=True),

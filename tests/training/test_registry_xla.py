@@ -130,7 +130,19 @@ def _averaged() -> Any:
     return model, optimizer, _Averages(model)
 
 
+def _adapted() -> Any:
+    """Copies of which each rank has an adapter of its own, of another size, and steps on all that it has."""
+    import torch_xla
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"common": torch.nn.Linear(6, 7), f"of_{rank}": torch.nn.Linear(7, 2 + rank)})
+    model.to(torch_xla.device())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
 OF_RANKS: dict[str, Callable[[], Any]] = {
+    "adapters": _adapted,
     "flat shards": _flat_shards,
     "drifted copies": partial(_drifted, torch.optim.AdamW),
     "chained": partial(_drifted, imitations.Chained),

@@ -1,0 +1,48 @@
+"""State that ranks saved for themselves, because it differed between them; see saving.replicas.Own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nxd_ckpt.core.name_patterns import lineage
+from nxd_ckpt.core.suggestions import first_of
+from nxd_ckpt.errors import IncompatibleState
+
+if TYPE_CHECKING:
+    from nxd_ckpt.tag.opened import OpenTag
+
+
+def with_own(tree: dict[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a model's ``tree``, which another rank wrote for all, with what a rank had in place of its entries.
+
+    DTensors, of which the ``states`` have parts, and entries of extra state are not among it.
+    """
+    whole = dict(tree)
+    for own in states:
+        leaves = own["leaves"]
+        for name, path in own["paths"].items():
+            if name.startswith("model/") and len(path) == 1 and name in leaves and name not in own["meshes"]:
+                whole[path[0]] = leaves[name]
+        for name in own["absent"]:
+            if name.startswith("model/"):
+                whole.pop(name.removeprefix("model/"), None)
+    return whole if states else tree
+
+
+def refuse_per_rank(opened: OpenTag, *wanted: str, instead: str = "") -> None:
+    """Raise IncompatibleState if ranks saved their own values of some of what is ``wanted``: parts, or names in them.
+    """
+    there = {path for name in wanted if name != "optim" or opened.parts.optimizer is not None for path in lineage(name)}
+    parts = there.intersection(wanted)
+    own = [name for name in (*opened.per_rank, *opened.of_groups) if name in there or name.partition("/")[0] in parts]
+    if own and instead:
+        raise IncompatibleState(f"{opened.where}: {first_of(own)} differed between the ranks that saved it; {instead}")
+    if own:
+        is_optimizer = all(name.partition("/")[0] == "optim" for name in own)
+        without = ", or leave out the optimizer: optimizer=False (--no-optimizer)" if is_optimizer else ""
+        raise IncompatibleState(
+            f"{opened.where}: {first_of(own)} differed between the ranks that saved it, and each rank's own was "
+            "saved: nothing tells whose to take. Resume on the same ranks, make them equal there, and save "
+            f"again{without}"
+        )

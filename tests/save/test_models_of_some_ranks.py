@@ -1,0 +1,222 @@
+"""A model, and an optimizer, of which ranks that count as replicas hold other parts, come back to each of them."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nxd_ckpt import Checkpointer, convert, load_keys, open_checkpoint
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.tag.verify import verify_checkpoint
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
+from tests.support.stateful import Extra
+
+
+class Net(nn.Module):
+    """A layer of all ranks, beside ``more`` of one rank."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3)
+        for name, module in more.items():
+            if isinstance(module, torch.Tensor):
+                self.register_buffer(name, module)
+            else:
+                self.add_module(name, module)
+
+
+class Clones(torch.optim.AdamW):
+    """Steps on float32 clones of the parameters that this rank owns."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__([nn.Parameter(each.detach().clone()) for each in list(params)[rank % 2 :]], lr=0.1)
+
+
+def _adam(model: nn.Module, rank: int) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _of_owned(model: nn.Module, rank: int) -> Any:
+    return torch.optim.AdamW(list(model.parameters())[rank % 2 :: 2], lr=0.1)
+
+
+def _in_groups(model: nn.Module, rank: int) -> Any:
+    first, *others = model.parameters()
+    groups: Any = [{"params": [first]}, {"params": others, "lr": 0.2}]
+    return torch.optim.AdamW(groups if rank % 2 else [{"params": [first, *others]}], lr=0.1)
+
+
+def _layer_of(rank: int) -> dict[str, nn.Module]:
+    return {f"layer_{rank}": nn.Linear(3, 3 + rank)}
+
+
+KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Any]] = {
+    "an adapter of rank 1": (lambda rank: {"adapter": nn.Linear(3, 2)} if rank == 1 else {}, _adam),
+    "an adapter of rank 0": (lambda rank: {"adapter": nn.Linear(3, 2)} if rank == 0 else {}, _adam),
+    "stages": (_layer_of, _adam),
+    "rows": (lambda rank: {"expert": nn.Linear(3, 2 + rank)}, _adam),
+    "shapes": (lambda rank: {"table": torch.zeros((2, 3) if rank % 2 else (3, 2))}, _adam),
+    "dtypes": (lambda rank: {"table": torch.zeros(4, dtype=torch.int32 if rank else torch.float32)}, _adam),
+    "extra state": (lambda rank: {"extra": Extra({"a": [torch.ones(2)] if rank == 1 else rank, "n": rank})}, _adam),
+    "extra state of one": (lambda rank: {"extra": Extra({"a": [torch.ones(2), 5]})} if rank == 1 else {}, _adam),
+    "clones": (lambda rank: {}, lambda model, rank: Clones(model.parameters(), rank)),
+    "owned parameters": (lambda rank: {}, _of_owned),
+    "param groups": (lambda rank: {}, _in_groups),
+}
+
+
+def _made(kind: str, rank: int) -> tuple[Any, Any]:
+    more, optimizer = KINDS[kind]
+    model = Net(**more(rank))
+    return model, optimizer(model, rank)
+
+
+def _step(model: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            one.grad = torch.ones_like(one)
+    optimizer.step()
+    for one in model.buffers():
+        one.add_(1)
+
+
+def _facts(model: Any, optimizer: Any) -> str:
+    """Everything that a run continues from."""
+    extra = model.extra.state if hasattr(model, "extra") else None
+    groups = [[(one, optimizer.state.get(one)) for one in group["params"]] for group in optimizer.param_groups]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return repr((sorted(model.state_dict().items()), extra, groups, options))
+
+
+def saves(rank: int, directory: Path, kind: str, first: int, how: dict[str, Any]) -> list[str]:
+    """Saves, the first after ``first`` steps, that did not come back to fresh objects, or that failed."""
+    live = _made(kind, rank)
+    expected, wrong = {}, []
+    with Checkpointer(directory) as checkpointer:
+        for number in range(3):
+            if number >= first:
+                _step(*live)
+            expected[number] = _facts(*live)
+            checkpointer.save(number, *live, **how)
+            if how.get("async_save"):
+                _step(*live)
+                checkpointer.wait()
+        for number, facts in expected.items():
+            other, fresh = _made(kind, rank)
+            for one in other.state_dict(keep_vars=True).values():
+                if isinstance(one, torch.Tensor):
+                    one.detach().zero_()
+            checkpointer.load(number, other, fresh)
+            wrong += [] if _facts(other, fresh) == facts else [f"{number}: {_facts(other, fresh)} {facts}"]
+    return wrong
+
+
+@pytest.mark.parametrize("how", [{}, {"use_xser": True, "async_save": True}], ids=["plain", "xser, async"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_gets_its_own_back(
+    gloo_ranks: RankPool, tmp_path: Path, kind: str, first: int, how: dict[str, Any]
+) -> None:
+    """Into fresh objects, also if no optimizer has stepped yet. The saves were refused."""
+    assert [[]] * 4 == gloo_ranks.run(saves, tmp_path, kind, first, how)
+
+
+def other_objects(rank: int, directory: Path) -> list[str]:
+    """Errors of loads that no longer fit: of the others' model, and of a part under another name."""
+    live = _made("an adapter of rank 1", rank)
+    _step(*live)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, *live)
+        said = [refusal(lambda: checkpointer.load(1, *_made("an adapter of rank 1", 0)))]
+        renamed = Net(**({"another": nn.Linear(3, 2)} if rank == 1 else {}))
+        names = {f"another.{each}": f"adapter.{each}" for each in ("weight", "bias")}
+        if rank == 1:
+            renamed.get_parameter("another.weight").detach().zero_()
+        fresh = _adam(renamed, rank)
+        said.append(refusal(lambda: checkpointer.load(1, renamed, fresh, key_mapping=names)))
+        return [*said, "" if _facts(renamed, fresh).replace("another.", "adapter.") == _facts(*live) else "differs"]
+
+
+def test_other_jobs_are_refused_by_name(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """And conversions; with what is to be left out, the rest loads. Tools show each rank's own."""
+    for missing, *renamed in gloo_ranks.run(other_objects, tmp_path):
+        assert "adapter" in missing
+        assert ["", ""] == renamed
+    model, optimizer = _made("an adapter of rank 1", 0)
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"model/adapter\.bias.*nothing tells whose it takes"):
+            checkpointer.load(1, model)
+        with pytest.raises(CheckpointError, match=r": optim differed .* ignore_keys=\['optim'\]"):
+            checkpointer.load(1, model, optimizer, ignore_keys=["model/adapter*"])
+        checkpointer.load(1, model, optimizer, ignore_keys=["model/adapter*", "optim"])
+    assert () == verify_checkpoint(tmp_path).problems
+    checkpoint = open_checkpoint(tmp_path)
+    assert [{"first.weight", "first.bias"}, {"first.weight", "first.bias", "adapter.weight", "adapter.bias"}] == [
+        {*checkpoint.model_state(rank)} for rank in range(2)
+    ]
+    assert [2, 4] == [len(checkpoint.optimizer_state(rank)["state"]) for rank in range(2)]
+    assert [(3, 3)] == [tuple(value.shape) for value in load_keys(tmp_path, ["model/first.weight"])]
+    with pytest.raises(CheckpointError, match=r": optim differed .* optimizer_state\(rank\)"):
+        checkpoint.read("optim/first.bias/exp_avg")
+    with pytest.raises(CheckpointError, match=r"model/adapter\.bias"):
+        convert(tmp_path, tmp_path / "files", to="files")
+
+
+def empty(rank: int, directory: Path, on: int, how: dict[str, Any]) -> str:
+    model = {} if rank == on else {"weight": torch.ones(2)}
+    with Checkpointer(directory) as checkpointer:
+        return refusal(lambda: checkpointer.save(1, model, **how))
+
+
+@pytest.mark.parametrize("how", [{}, {"use_xser": True}], ids=str)
+@pytest.mark.parametrize("on", [0, 2])
+def test_a_rank_without_any_of_it_is_refused(gloo_ranks: RankPool, tmp_path: Path, on: int, how: Any) -> None:
+    """A state dict that was gathered on one rank is not this rank's own state: no other size could load it."""
+    for message in gloo_ranks.run(empty, tmp_path, on, how):
+        assert "on one rank (rank0_only=True) is not there on the others" in message
+
+
+def on_mesh(rank: int, directory: Path, later: bool) -> list[str]:
+    """What saves of DTensors say beside plain tensors of some ranks, and which did not come back."""
+
+    def made() -> Any:
+        own = {"frozen": nn.Linear(3, 1 + rank).requires_grad_(False), **({"late": torch.ones(2)} if rank == 2 else {})}
+        model = Net(**({} if later else own))
+        fully_shard(model.first, mesh=init_device_mesh("cpu", (4,)))
+        if later:
+            for name, one in own.items():
+                setattr(model, name, one)
+        return model, torch.optim.AdamW(model.first.parameters())
+
+    live, said = made(), []
+    own = live[0].frozen
+    with Checkpointer(directory) as checkpointer:
+        for step in range(3):
+            if later and step == 0:
+                del live[0].frozen
+            elif later:
+                live[0].frozen = own
+            own.weight.add_(1)
+            said.append(refusal(partial(checkpointer.save, step, *live)))
+        other = made()
+        other[0].frozen.weight.zero_()
+        said.append(refusal(lambda: checkpointer.load(2, *other)))
+        said.append("" if torch.equal(other[0].frozen.weight, own.weight) else "differs")
+    return said
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_plain_tensors_of_some_ranks_of_a_mesh_come_back(gloo_ranks: RankPool, tmp_path: Path, later: bool) -> None:
+    """Of the first save, or of the one after that which noticed them."""
+    for said in gloo_ranks.run(on_mesh, tmp_path, later):
+        noticed = said.pop(1)
+        assert later == ("model/frozen.weight" in noticed)
+        assert [""] * 4 == said
