@@ -277,6 +277,7 @@ def payload_of(tree: Any, where: str) -> Payload:
     """Return the payload that a file's ``tree`` is. Raises MalformedFile, naming ``where``, if it is no dict."""
     if not isinstance(tree, dict):
         what = "a tensor" if isinstance(tree, TensorStub) else type(tree).__name__
+        what += ": save its state_dict()" if hasattr(tree, "state_dict") else ""
         raise MalformedFile(f"{where}: expected a dict, found {what}")
     inner = tree.get(_STATE)
     if isinstance(inner, dict) and not is_optimizer(tree) and not {*_MODEL_KEYS}.isdisjoint(inner):

@@ -94,6 +94,13 @@ def test_a_file_of_another_program_is_named(tmp_path: Path, capsys: pytest.Captu
         assert re.search(words, " ".join((said.out + said.err).split())), command
 
 
+def test_a_whole_module_is_named(tmp_path: Path) -> None:
+    """The advice to trust the pickle led to a dict that was expected, and no word of what to do."""
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
+    with pytest.raises(CheckpointError, match=r"expected a dict, found Linear: save its state_dict\(\)"):
+        nxd_ckpt.load_checkpoint(tmp_path / "whole.pt", model={}, trust_pickle=True)
+
+
 def test_a_directory_of_another_program_is_named(tmp_path: Path) -> None:
     for number, (files, words) in enumerate(
         [
