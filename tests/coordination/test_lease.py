@@ -388,6 +388,14 @@ def test_who_watches_a_holder_shows_that_it_goes_on(storage: LocalStorage) -> No
     assert {ABROAD} == {*signs}
 
 
+def test_of_a_damaged_lease_nobody_is_the_holder(storage: LocalStorage) -> None:
+    """Of no host, and no process."""
+    storage.write(LEASE, b"{")
+    found = lease.read(storage)
+    assert found is not None
+    assert Lease("unknown", "unknown", 0, "", known=False) == found
+
+
 def test_on_a_store_a_lease_that_is_gone_is_lost(store: MemoryStorage) -> None:
     """Nobody but another job takes it away."""
     held = lease.acquire(store, "one", 1.0)

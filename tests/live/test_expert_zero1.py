@@ -3,17 +3,21 @@
 import pytest
 import torch
 
+from nxd_ckpt.core.manifest import ParameterSpec
+from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import OptimizerMismatch, ShapeMismatch, UnsupportedState
+from nxd_ckpt.formats.state import StateTensor
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer import open_optimizer
-from tests.live.doubles import ExpertShardedOptimizer, copied, read
+from tests.live.doubles import ExpertShardedOptimizer, copied, plain, read
 
 pytestmark = pytest.mark.both
 
 # dp 4 = 2 replicas of each expert x ep 2; seen from dp rank 3: expert replica 1, ep rank 1.
 TOPOLOGY = Topology(dp=4, ep=2, dp_rank=3)
 DP_GROUPS, EXPERT_DP_GROUPS = [[0, 1, 2, 3]], [[0, 2], [1, 3]]
+NAMES = ["norm", "up", "bias", "experts"]
 
 
 def _model():
@@ -40,6 +44,45 @@ def _step(optimizer):
 
 def _adapter(net, optimizer):
     return open_optimizer(optimizer, model=open_model(net), topology=TOPOLOGY)
+
+
+def test_capture_joins_both_and_adds_master_weights():
+    """The tree is NxD's, plus the master weights that NxD leaves out; expert entries are cut over expert replicas."""
+    net = _model()
+    optimizer = _optimizer(net, save_master_weights=True)
+    _step(optimizer)
+    adapter = _adapter(net, optimizer)
+    state = adapter.capture()
+    expected = optimizer.state_dict()
+    assert NAMES == adapter.parameter_names
+    assert [*expected, "sharded_master_weights"] == list(state.tree)
+    assert plain(expected) == plain({key: state.tree[key] for key in expected})
+    assert [0, 1, 2, 3] == list(state.tree["sharded_master_weights"])
+    experts = ParameterSpec("float32", (3, 2, 2), Partition(expert=True))
+    up = ParameterSpec("float32", (5, 2), Partition())
+    assert StateTensor("optim/up/exp_avg", up, 4, 3) == state.tensors["base_state", 1, "exp_avg"]
+    moment = StateTensor("optim/experts/exp_avg", experts, 2, 1, expert=True)
+    assert moment == state.tensors["base_state", 3, "exp_avg"]
+    assert StateTensor("optim/experts/step", expert=True) == state.tensors["base_state", 3, "step"]
+    masters = StateTensor("optim/experts/master_weights", experts, 2, 1, expert=True)
+    assert masters == state.tensors["sharded_master_weights", 3]
+
+
+def test_load_restores_both_and_the_outer_groups():
+    """Moments, master weights and options of both inner optimizers, and the options of the outer one."""
+    net = _model()
+    optimizer = _optimizer(net, save_master_weights=True)
+    _step(optimizer)
+    saved = copied(_adapter(net, optimizer).capture().tree)
+    for group in saved["param_groups"]:
+        group["lr"] = 0.7
+    other = _optimizer(_model(), save_master_weights=True)
+    adapter = open_optimizer(other, param_names=[["a", "b"], ["c"], ["d"], []], topology=TOPOLOGY)
+    adapter.validate(saved)
+    adapter.load(saved, read)
+    assert plain({**saved, "param_groups": None}) == plain(copied({**adapter.capture().tree, "param_groups": None}))
+    for groups in (other.param_groups, other.ep_zero_optimizer.param_groups, other.non_ep_zero_optimizer.param_groups):
+        assert [0.7, 0.7] == [group["lr"] for group in groups]
 
 
 @pytest.mark.parametrize("half", [0, 2])
