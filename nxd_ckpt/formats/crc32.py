@@ -31,7 +31,7 @@ except ImportError:  # no wheel for this platform: zlib's CRC is five times slow
         return _shift(crc_a, length_b) ^ crc_b
 
 
-Bytes: TypeAlias = "bytes | bytearray | memoryview | ctypes.Array[ctypes.c_ubyte]"
+Bytes: TypeAlias = "bytes | bytearray | memoryview | ctypes.Array[ctypes.c_char]"
 
 BLOCK = CRC_BLOCK
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
@@ -44,9 +46,8 @@ def allocated(shape: tuple[int, ...], dtype: str, stride: tuple[int, ...] | None
     Raises HostExhausted if the host has no memory for it.
     """
     try:
-        if stride is not None:
-            return torch.empty_strided(shape, stride, dtype=torch_dtype(dtype))
-        return torch.empty(shape, dtype=torch_dtype(dtype))
+        # Always with a stride: torch.empty may take twice as long.
+        return torch.empty_strided(shape, stride or contiguous_stride(shape), dtype=torch_dtype(dtype))
     except (RuntimeError, MemoryError) as error:  # torch's allocator has no error class of its own
         raise HostExhausted(
             f"the host has no memory left for the {math.prod(shape) * itemsize(dtype)} bytes of a tensor {dtype} "
@@ -59,14 +60,22 @@ def put_bytes(tensor: torch.Tensor, data: memoryview) -> None:
     _refuse_others(tensor)
     if len(data) != tensor.nbytes:
         raise InvalidArgument(f"{len(data)} bytes for a tensor {tensor.dtype} {tuple(tensor.shape)}")
-    # A view that keeps it alive takes most of a small tensor's time.
-    (ctypes.c_char * len(data)).from_address(tensor.data_ptr()).raw = data  # type: ignore[assignment]  # any buffer
+    bytes_at(len(data))(tensor.data_ptr()).raw = data  # type: ignore[assignment]  # any buffer
+
+
+@lru_cache(maxsize=4096)
+def bytes_at(nbytes: int) -> Callable[[int], ctypes.Array[ctypes.c_char]]:
+    """Return a function from an address to so many bytes there, which does not keep their tensor alive.
+
+    To make a view that does would take most of a small tensor's time.
+    """
+    return (ctypes.c_char * nbytes).from_address
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, one byte per item; it keeps the tensor alive."""
     _refuse_others(tensor)
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory = bytes_at(tensor.nbytes)(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
@@ -106,8 +115,10 @@ def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def strided(value: torch.Tensor, stride: Stride | None) -> torch.Tensor:
     """Return a contiguous CPU tensor's values in memory of that stride, as far as it fits."""
+    if stride is None:
+        return value
     shape = tuple(value.shape)
-    steps = contiguous_stride(shape) if stride is None else fitted(stride.steps, shape)
+    steps = fitted(stride.steps, shape)
     if steps == value.stride():
         return value
     memory = allocated(shape, dtype_name(value.dtype), steps)

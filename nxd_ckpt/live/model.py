@@ -240,7 +240,7 @@ class ModelAdapter:
 
     def destinations(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the memory of tensors that saved bytes can be read straight into, to be overwritten: `memory_for`."""
-        own = {name: memory_for(self.live.get(name)) for name in names if not is_extra_state(name)}
+        own = {name: memory_for(self.live[name]) for name in names if name in self.live and not is_extra_state(name)}
         memory = {name: memory for name, memory in own.items() if memory is not None}
         tell_autograd(*map(self.live.__getitem__, memory))
         return memory

@@ -6,7 +6,6 @@ together by the one of its bytes in that moment, before a live object had them. 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CorruptCheckpoint, ResumeDiffers
 from nxd_ckpt.formats.assembly import box_of
 from nxd_ckpt.formats.crc32 import BLOCK, block_crcs, combine_blocks, crc32
-from nxd_ckpt.formats.memory import allocated, byte_view, copy_values
+from nxd_ckpt.formats.memory import allocated, byte_view, bytes_at, copy_values
 from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, dtype_name, form_of, iter_leaves
 from nxd_ckpt.live.dtensor import local_of
@@ -144,11 +143,10 @@ class Comparison:
         if dtype_name(live.dtype) != saved.dtype or live.shape != saved.shape:
             self._compare_numbers(kind, name, saved, live, by_user)
             return False
-        nbytes = live.nbytes
-        if not nbytes:
+        if not live.nbytes:
             return True
         expected = self._digest(saved)
-        found = _digest_at_once(live, nbytes)
+        found = digest_at_once(live) if is_at_once(live) else None
         if expected is None:
             self.find(kind, name, "it was not read", by_user)
         elif found is None:
@@ -319,12 +317,14 @@ class LiveDigests:
             _digest_copy(item.crcs, value)
 
 
-def _digest_at_once(tensor: torch.Tensor, nbytes: int) -> int | None:
-    """Return the CRC-32 of a tensor on the host; None for one that another thread should read, or that is not dense."""
-    if nbytes > _AT_ONCE or not tensor.is_cpu or not _is_dense(tensor):
-        return None
-    # Half of a small tensor's time would be to make a view that keeps it alive.
-    return crc32((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
+def is_at_once(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is on the host, dense, and small: its digest is best taken on this thread."""
+    return tensor.nbytes <= _AT_ONCE and tensor.is_cpu and _is_dense(tensor)
+
+
+def digest_at_once(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor that `is_at_once`."""
+    return crc32(bytes_at(tensor.nbytes)(tensor.data_ptr()))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

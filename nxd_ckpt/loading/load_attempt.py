@@ -434,8 +434,10 @@ class PreparedLoad:
             refuse_lost_elements(self._trees.model, self._trees.names, self._trees.model_tree, read)
         if not self._options.verifies_first:
             return
-        digested = ((name, leaf) for name, leaf in self._trees.leaves() if self._opened.is_digested(leaf))
-        mine = list(self._shares.verified_here(digested))
+        is_kept = self.reader.is_kept
+        is_digested = self._opened.is_digested
+        leaves = (each for each in self._trees.leaves() if is_digested(each[1]) and not is_kept(each[1]))
+        mine = list(self._shares.verified_here(leaves))
         total = partial(self.reader.nbytes_to_verify, [(leaf, takes) for _, leaf, takes in mine])
         try:
             with self._watched("verify", total), gc_paused():

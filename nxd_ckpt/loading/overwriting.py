@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -144,13 +145,18 @@ def fill_model(
     # All destinations before the first read: while threads read, any tensor operation takes ten times as long.
     destinations = model.destinations(names)
     for name in names:
-        if isinstance(tree[name], (TensorStub, Assembly)):
-            _assign(model, name, tree[name], destinations.get(name), delivery)
-            continue
-        # Extra state: a module may look at its parameters when it is given that, and may replace them.
-        delivery.finish()
-        model.assign(name, _with_strides(tree[name], delivery))
-        destinations = model.destinations(names)
+        leaf = tree[name]
+        if not isinstance(leaf, (TensorStub, Assembly)):
+            # Extra state: a module may look at its parameters when it is given that, and may replace them.
+            delivery.finish()
+            model.assign(name, _with_strides(leaf, delivery))
+            destinations = model.destinations(names)
+        elif name in destinations:
+            delivery.into(leaf, destinations[name])
+        elif model.is_on_host(name):
+            model.assign(name, _with_strides(leaf, delivery))  # at once: it may share memory with what comes next
+        else:
+            delivery.then(leaf, partial(_assign, model, name, leaf))
 
 
 def refuse_lost_elements(model: ModelAdapter, names: Sequence[str], tree: Mapping[str, Any], read: Delivery) -> None:
@@ -166,13 +172,8 @@ def refuse_lost_elements(model: ModelAdapter, names: Sequence[str], tree: Mappin
             )
 
 
-def _assign(model: ModelAdapter, name: str, leaf: Leaf, destination: torch.Tensor | None, delivery: Delivery) -> None:
-    if destination is None and model.is_on_host(name):
-        model.assign(name, _with_strides(leaf, delivery))  # at once: it may share memory with what comes next
-    elif destination is None:
-        delivery.then(leaf, lambda value: model.assign(name, strided(value, stored_stride(leaf))))
-    else:
-        delivery.into(leaf, destination)
+def _assign(model: ModelAdapter, name: str, leaf: Leaf, value: torch.Tensor) -> None:
+    model.assign(name, strided(value, stored_stride(leaf)))
 
 
 def _with_strides(tree: Any, delivery: Delivery) -> Any:

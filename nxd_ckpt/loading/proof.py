@@ -17,7 +17,7 @@ import torch
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.findings import Finding
-from nxd_ckpt.core.manifest import TensorEntry
+from nxd_ckpt.core.manifest import ParameterSpec, TensorEntry
 from nxd_ckpt.core.partition import Piece
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.formats.optimizer_trees import EXPERT_KEYS, MASTER_WEIGHTS, MASTERS, OPTIMIZER_NAME, VALUE, is_rows
@@ -35,7 +35,7 @@ from nxd_ckpt.formats.tensors import (
     iter_tensors,
     map_tensors,
 )
-from nxd_ckpt.live.dtensor import local_of
+from nxd_ckpt.live.dtensor import PLAIN, local_of
 from nxd_ckpt.live.frozen import LiveState
 from nxd_ckpt.live.load_hooks import is_users_object
 from nxd_ckpt.live.model import ModelAdapter
@@ -45,7 +45,7 @@ from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
 from nxd_ckpt.live.plain import name_of_rows
 from nxd_ckpt.live.state_names import SECTIONS, entries_beside, is_in, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
-from nxd_ckpt.loading.comparison import Comparison, Digests, recorded_digest
+from nxd_ckpt.loading.comparison import Comparison, Digests, digest_at_once, is_at_once, recorded_digest
 from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
 from nxd_ckpt.loading.trees import LoadTrees
 from nxd_ckpt.reshard.summary import ABSENT
@@ -73,13 +73,7 @@ class Provenance:
 
     def fault(self, about: StateTensor, leaf: Leaf) -> str | None:
         """Return why ``leaf`` is not what belongs into the live tensor; None if it is, or nothing is known."""
-        if self._opened.manifest is None:
-            return None
-        if isinstance(leaf, TensorStub):
-            stored = self._reader.entry(leaf)
-            if stored is not None and self._is_own(about.name, stored.name) and self._is_in_place(about, stored, leaf):
-                return None  # as nearly all: a whole tensor of the tag, by its own name, in its own place
-        if not leaf.numel:
+        if self._opened.manifest is None or self.is_own(about, leaf) or not leaf.numel:
             return None
         if self._is_rounded(about, leaf):
             return "it was put together from rounded values, and the tag has the exact ones"
@@ -103,6 +97,33 @@ class Provenance:
         whole = sum(piece.local.numel for piece in pieces)
         return None if covered == whole else f"{whole - covered} of its {whole} elements were not read"
 
+    def is_own(self, about: StateTensor, leaf: Any) -> bool:
+        """Return whether ``leaf`` is a whole tensor of the tag, by its own name, in its own place: nearly all are."""
+        stored = self._reader.entry(leaf) if isinstance(leaf, TensorStub) else None
+        if stored is None or not self._is_named(about.name, stored.name):
+            return False
+        form = stored.dtype, stored.shape, leaf.dtype, leaf.shape, leaf.stride
+        key = id(about.placed), id(about.spec), about.shards, about.shard, id(stored.pieces), form  # of many, few
+        verdict = self._in_place.get(key)
+        if verdict is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
+            pieces = about.pieces(self._topology, stored.shape)
+            is_there = pieces is None or pieces == stored.pieces
+            verdict = self._in_place[key] = is_there and _is_all(leaf, stored), about
+        return verdict[0]
+
+    def form(self, name: str, spec: ParameterSpec | None, leaf: Any, live: Any) -> Any:
+        """Return all that is compared of a small tensor on the host, but its bytes.
+
+        None for a tensor that was not read by its own name, or has other strides than the saved one.
+        """
+        stored = self._reader.entry(leaf) if isinstance(leaf, TensorStub) else None
+        if stored is None or not self._is_named(name, stored.name):
+            return None
+        if type(live) not in PLAIN or not is_at_once(live) or live.stride() != leaf.stride:
+            return None
+        there = stored.dtype, stored.shape, id(stored.pieces), leaf.dtype, leaf.shape, leaf.stride
+        return live.dtype, live.shape, id(spec), there
+
     def unread(self, parameters: Collection[str], read: Collection[str]) -> list[str]:
         """Return the global names of the optimizer's state of live ``parameters`` that the tag has, and was not read.
 
@@ -115,19 +136,8 @@ class Provenance:
         named = {(names[name], role): f"optim/{names[name]}/{role}" for name, role in rest if name in names}
         return [at for (_, role), at in named.items() if role != _WEIGHT and at not in read]
 
-    def _is_own(self, live: str, saved: str) -> bool:
+    def _is_named(self, live: str, saved: str) -> bool:
         return self._live(saved) == _parts_of(live) if self._opened.is_renamed else saved == live
-
-    def _is_in_place(self, about: StateTensor, stored: TensorEntry, leaf: TensorStub) -> bool:
-        """Return whether the leaf is all of ``stored``, and that is where the live tensor is."""
-        form = stored.dtype, stored.shape, leaf.dtype, leaf.shape, leaf.stride
-        key = id(about.placed), id(about.spec), about.shards, about.shard, id(stored.pieces), form  # of many, few
-        verdict = self._in_place.get(key)
-        if verdict is None:  # ``about`` is kept, so that nothing else gets the ids of what it has
-            pieces = about.pieces(self._topology, stored.shape)
-            is_there = pieces is None or pieces == stored.pieces
-            verdict = self._in_place[key] = is_there and _is_all(leaf, stored), about
-        return verdict[0]
 
     def _is_rounded(self, about: StateTensor, leaf: Leaf) -> bool:
         """Return whether a weight is made of one with fewer bits, though the tag has its master weights."""
@@ -293,9 +303,12 @@ class Proof(Comparison):
         # Of tensors that this load made, all in a dict, no cuts are known.
         is_filled = not any(is_in("model", name) for name in self._before)
         specs = self._context.specs if is_same or is_filled else live.parameters(self._context.topology.tp)
+        cuts = self._context.options.partitions or {}
+        specs = {**specs, **{name: replace(specs[name], partition=cuts[name]) for name in specs.keys() & cuts}}
         placed = live.placed([name for name in trees.names if name in values])
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, known.aliases)
         seen_by_users = trees.seen_by_users
+        forms = set[Any]()  # of tensors that are in their place: of others of one form, only the bytes are compared
         for name in trees.names:
             leaf = trees.model_tree[name]
             value = values.get(name, ABSENT)
@@ -303,18 +316,23 @@ class Proof(Comparison):
             if by_user and value is ABSENT:
                 continue  # under what name its module keeps it, only the module knows
             what = f"model/{name}"
-            if not isinstance(leaf, (TensorStub, Assembly)):
-                self.compare("weights", what, leaf, value, by_user)
-            elif self.compare_tensors("weights", what, leaf, value, by_user):
-                about = StateTensor(what, specs.get(name), placed=placed.get((name,)) if placed else None)
-                fault = provenance.fault(self._described(about) if self._partitions else about, leaf)
-                if fault is not None:
-                    self.find("weights", what, fault, by_user)
-            if self._is_new(what) and isinstance(value, torch.Tensor):
-                self._compare_stride(what, leaf, value)
             if not (is_same or is_filled) and name in before.live and before.aliases(name) != live.aliases(name):
                 message = f"it was one tensor with {before.aliases(name)}, and is one with {live.aliases(name)} now"
                 self.find("ties", what, message, by_user)
+            form = provenance.form(what, specs.get(name), leaf, value)
+            if form in forms and digest_at_once(value) == leaf.storage.crc32:
+                continue  # as nearly all
+            if not isinstance(leaf, (TensorStub, Assembly)):
+                self.compare("weights", what, leaf, value, by_user)
+            elif self.compare_tensors("weights", what, leaf, value, by_user):
+                about = StateTensor(what, specs.get(name), placed=placed.get((name,)))
+                fault = provenance.fault(about, leaf)
+                if fault is not None:
+                    self.find("weights", what, fault, by_user)
+                elif form is not None and provenance.is_own(about, leaf):
+                    forms.add(form)
+            if what not in self._before and isinstance(value, torch.Tensor):  # this load made it, and chose its strides
+                self._compare_stride(what, leaf, value)
         left = {*trees.missing, *trees.left}
         for name in known.missing(trees.names) if values.keys() - set(trees.names) else ():
             if name not in left and not self._context.filter.ignores_model(name) and not known.passes_user_code(name):
@@ -351,7 +369,7 @@ class Proof(Comparison):
                     fault = self._other_kind(leaf, about) or provenance.fault(about, leaf)
                     if fault is not None:
                         self.find(kind, about.name, fault, by_user)
-                    if self._is_new(name):
+                    if name not in self._before:
                         self._compare_stride(name, leaf, now, None if is_dict else state.stride(at, now), not is_dict)
         self._compare_options(tree, state.tree, by_user)
         for path, name in entries_beside(state.tree, tree, names):
@@ -377,17 +395,6 @@ class Proof(Comparison):
         placed = self._trees.optimizer_placed
         leaves = iter_tensors(self._trees.optimizer_tree) if placed else ()
         return {id(leaf) for path, leaf in leaves if path in placed}
-
-    @cached_property
-    def _partitions(self) -> Mapping[str, Any]:
-        return self._context.options.partitions or {}
-
-    def _described(self, about: StateTensor) -> StateTensor:
-        """Return the description with the caller's cut of the parameter, if there is one."""
-        partition = self._partitions.get(about.name.split("/")[1])  # "model/<name>", "optim/<name>/exp_avg"
-        if about.spec is None or partition is None:
-            return about
-        return about._replace(spec=replace(about.spec, partition=partition))
 
     def _compare_options(self, tree: Mapping[str, Any], live: Mapping[str, Any], by_user: bool) -> None:
         """Compare the options of param groups, and what a state dict has beside them and the state."""
@@ -467,10 +474,6 @@ class Proof(Comparison):
             by_user = path[1] in by_users if objects and len(path) > 1 else self._sees_scheduler
             name = "/".join(map(str, ("scheduler", *path)))
             self.compare("scheduler", name, leaf, now.get(path, ABSENT), by_user)
-
-    def _is_new(self, name: str) -> bool:
-        """Return whether the load made a tensor, with strides that it chose."""
-        return name not in self._before
 
     def _compare_stride(
         self, name: str, leaf: Any, now: torch.Tensor, noted: Stride | None = None, of_parameter: bool = False

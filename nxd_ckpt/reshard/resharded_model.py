@@ -35,15 +35,16 @@ class ReshardedModel:
         """Pipeline stages that saved each name, in the order of the names."""
         stages_by_name: dict[str, list[int]] = {}
         for pp_rank, names in self.names.items():
-            for name in names:
-                stages_by_name.setdefault(name, []).append(pp_rank)
+            stages_by_name |= {name: [*stages_by_name.get(name, ()), pp_rank] for name in names}
         return stages_by_name
 
     @cached_property
     def values(self) -> dict[str, Any]:
         """Values of a saving rank by name, from the first stage that saved the name."""
-        trees = {pp_rank: self._reference(pp_rank) for pp_rank in self.names}
-        return {name: trees[stages[0]][name] for name, stages in self.stages.items()}
+        values: dict[str, Any] = {}
+        for pp_rank in self.names:
+            values = {**values, **self._reference(pp_rank), **values}
+        return values
 
     def form(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return dtype and shape of a name on a saving rank; None if it is no tensor, or they are not recorded."""

@@ -238,24 +238,23 @@ class LeafReader(Closing):
         Raises:
             DigestMismatch: bytes changed; names the tensor ``name``.
         """
-        if isinstance(leaf, TensorStub) and self._files.kept(leaf.file) is not None:
-            return  # it was verified whole
         with naming(name):
             for stub, blocks in _sources(leaf, takes):
-                if self._files.kept(stub.file) is None:
+                if not self.is_kept(stub):
                     self._verify(stub, blocks, name)
+
+    def is_kept(self, leaf: Leaf) -> bool:
+        """Return whether all of the leaf is in a file that was verified whole and is kept."""
+        return isinstance(leaf, TensorStub) and self._files.kept(leaf.file) is not None
 
     def take_kept(self, leaf: Leaf, out: torch.Tensor) -> bool:
         """Fill ``out``, as `read_into` does, from a file that was verified whole and is kept; return whether it was."""
         if not isinstance(leaf, TensorStub) or not leaf.is_contiguous:
             return False
         kept = self._files.kept(leaf.file)
-        if kept is None:
-            return False
-        nbytes = leaf.nbytes
-        put_bytes(out, kept[leaf.offset : leaf.offset + nbytes])
-        self.done.add(nbytes)
-        return True
+        if kept is not None:
+            put_bytes(out, kept[leaf.offset : leaf.offset + leaf.nbytes])
+        return kept is not None
 
     def read_into(
         self,

@@ -86,8 +86,8 @@ _MOMENTS = '{"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}'
 EDITS = [
     # The model.
     Edit("a tensor with gaps is not written", _MODEL, "        copy_in(self.live[name], value)\n\n    def ids", "        pass\n\n    def ids"),
-    Edit("bytes go into a copy of the tensor", _MODEL, "memory_for(self.live.get(name))", "(lambda m: m if m is None else m.clone())(memory_for(self.live.get(name)))"),
-    Edit("the first tensor is not filled", _OVER, "    for name in names:\n        if isinstance(tree[name]", "    for name in names[1:]:\n        if isinstance(tree[name]"),
+    Edit("bytes go into a copy of the tensor", _MODEL, "memory_for(self.live[name])", "(lambda m: m if m is None else m.clone())(memory_for(self.live[name]))"),
+    Edit("the first tensor is not filled", _OVER, "    for name in names:\n        leaf = tree[name]", "    for name in names[1:]:\n        leaf = tree[name]"),
     Edit("no tensor is filled", _ATTEMPT, "fill_model(model, self._trees.names, self", "fill_model(model, [], self"),
     Edit("buffers are left out", _PLANNER, "if takes_all or model.takes(name)]", "if takes_all or (model.takes(name) and 'running' not in name)]"),
     Edit("the first name is not assigned", _PLANNER, "trees.names = model.validate(trees.model_tree)", "trees.names = model.validate(trees.model_tree)[1:]"),
@@ -95,6 +95,10 @@ EDITS = [
     Edit("a module with a hook is not loaded", _OVER, "        model.load_own({name", "        (lambda *_: None)({name", "load hooks"),
     Edit("a tensor of one of several models is not written", f"{_LIVE}named_models.py", "        if adapter is not None:\n            adapter.assign(own, value)", "        if False:\n            adapter.assign(own, value)", "load by name"),
     Edit("a dict gets zeros", _MODEL, "            self.live[name] = value", "            self.live[name] = torch.zeros_like(value)", "load dicts"),
+    Edit("tensors of one form are exchanged", _OVER, "        leaf = tree[name]\n", "        leaf = tree[{'3.weight': '4.weight', '4.weight': '3.weight'}.get(name, name)]\n"),
+    Edit("tensors of a dict are exchanged", _OVER, "        leaf = tree[name]\n", "        leaf = tree[{'3.weight': '4.weight', '4.weight': '3.weight'}.get(name, name)]\n", "load dicts"),
+    Edit("a tensor is planned twice", _PLANNER, "local_tree(trees.model_tree, trees.model_placed)", "{**trees.model_tree, '4.weight': trees.model_tree['3.weight']}"),
+    Edit("tensors of a dict are planned under other names", _PLANNER, "local_tree(trees.model_tree, trees.model_placed)", "{**trees.model_tree, '4.weight': trees.model_tree['3.weight'], '3.weight': trees.model_tree['4.weight']}", "load dicts"),
     Edit("memory is filled beside the live one", _OVER, "        self._fill(leaf, memory)\n", "        self._fill(leaf, memory.clone())\n"),
     Edit("what is read at once is lost", _OVER, "        self._saw(leaf, out)\n        return out", "        self._saw(leaf, out)\n        return torch.zeros_like(out)", "load stepped"),
     Edit("a copy goes into a copy", f"{_LIVE}torch_xla.py", "copy_values(live.data, value)", "copy_values(live.data.clone(), value)"),
@@ -162,7 +166,7 @@ EDITS = [
     Edit("parts of a shard are in the wrong place", _TREES, "        fragments += (fragment.moved(piece.local.offset) for fragment in inside)", "        fragments += (fragment.moved(piece.local.offset) for fragment in inside)\n    if len({fragment.target.size for fragment in fragments}) == 1:\n        targets = [fragment.target for fragment in fragments][::-1]\n        fragments = [Fragment(fragment.stub, fragment.source, target) for fragment, target in zip(fragments, targets, strict=True)]", "load mesh, columns"),
     # Hugging Face directories.
     Edit("the first tensor of a directory is not filled", _ATTEMPT, "fill_model(model, self._trees.names, self", "fill_model(model, self._trees.names[1:], self", "load hugging face"),
-    Edit("a directory's tensors go into copies", _MODEL, "memory_for(self.live.get(name))", "(lambda m: m if m is None else m.clone())(memory_for(self.live.get(name)))", "load hugging face"),
+    Edit("a directory's tensors go into copies", _MODEL, "memory_for(self.live[name])", "(lambda m: m if m is None else m.clone())(memory_for(self.live[name]))", "load hugging face"),
     Edit("shards do not follow a directory's weights", _ATTEMPT, "                    optimizer.follow(self._trees.keeps)", "                    pass", "load hugging face"),
     # Precision.
     Edit("weights are rounded though the tag has exact ones", _PLANNER, "            return master\n        is_wider", "            return Assembly.of(leaf).cast(spec.dtype)\n        is_wider", "load rounded"),
