@@ -170,8 +170,9 @@ class AttemptVotes:
         Meanwhile it shows the other ranks that rank 0 is at work: they wait as long as it does.
 
         Raises:
-            SaveFailed: at once when a vote is an error; a few seconds after a rank without a vote is ``gone``; else
-                ``timeout`` seconds after the last progress of any rank, naming the ranks that did not vote.
+            SaveFailed: at once when a vote is an error, unless it tells what the rank holds; a few seconds after a rank
+                without a vote is ``gone``; else ``timeout`` seconds after the last progress of any rank, naming the
+                ranks that did not vote.
         """
         by_rank: dict[int, Vote] = {}
         missing = {_name(rank_file(self.attempt, rank, kind)): rank for rank in range(first, world_size)}
@@ -183,7 +184,8 @@ class AttemptVotes:
             keys = [rank_file(self.attempt, rank, kind) for rank in new]
             for rank, key, data in zip(new, keys, in_parallel(self._storage, keys, self._storage.read), strict=True):
                 by_rank[rank] = votes.load_vote(data, f"{self._storage.url}/{key}")
-                votes.raise_error_of(by_rank[rank])
+                if by_rank[rank].replica is None:
+                    votes.raise_error_of(by_rank[rank])
                 watch.backoff.reset()
             if not missing:
                 return [by_rank[rank] for rank in sorted(by_rank)]

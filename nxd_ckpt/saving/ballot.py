@@ -40,6 +40,7 @@ from nxd_ckpt.errors import (
     CheckpointError,
     MalformedFile,
     OutcomeUnknown,
+    RanksDisagree,
     SaveFailed,
     StorageError,
     in_words,
@@ -49,7 +50,7 @@ from nxd_ckpt.layouts.dcp_metadata import dump_metadata
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replica_check import lines_of, names_that_differ, refuse_lines, warn_of_own
 from nxd_ckpt.saving.replicas import Own
-from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of
+from nxd_ckpt.saving.save_attempt import AttemptFiles, SaveAttempt, failure_of, is_in_the_way
 from nxd_ckpt.saving.staging import stage_and_write
 from nxd_ckpt.saving.writing import FileWriter, write_index, write_small
 from nxd_ckpt.storage.arena import Arena
@@ -142,7 +143,8 @@ class Ballot:
                 self._announce(verdict)
             else:
                 verdict = self._learn(counted)
-        if verdict.error is not None and attempt.error is not None:
+        is_explained = verdict.error is not None and verdict.error[0] == RanksDisagree.__name__
+        if verdict.error is not None and attempt.error is not None and not is_explained:
             raise attempt.failed(attempt.error) from attempt.error
         if verdict.error is not None:
             raise attempt.refused(verdict)
@@ -299,7 +301,7 @@ class Ballot:
                 raise error  # it refused the attempt
             if isinstance(counted.others, SaveFailed):
                 raise counted.others
-            if error is not None:
+            if error is not None and not is_in_the_way(error):
                 raise failure_of(error)(f"rank 0 failed: {in_words(to_wire(error))}")
             votes = [counted.own, *(self._collect() if counted.others is None else counted.others)]
             if self._attempt.plan is None:
@@ -323,8 +325,10 @@ class Ballot:
 
     def _after_appeal(self, votes: Sequence[Vote]) -> Sequence[Vote]:
         """Return the votes, on rank 0, after ranks that hold other values than who writes them saved their own."""
-        require_one_plan(votes)  # before their values are compared, which are those of different saves otherwise
-        self._refuse_other_forms(votes)
+        if all(vote.error is None for vote in votes):
+            require_one_plan(votes)  # before their values are compared, which are those of different saves otherwise
+        self._refuse_other_forms(votes)  # also if one's files stood in another's way
+        require_one_plan(votes)
         keys = disputed(votes)
         if not keys:
             return votes
@@ -349,8 +353,9 @@ class Ballot:
         session = self._session
         plan = self._attempt.plan
         groups = None if plan is None else plan.groups
-        pair = unlike([vote.replica for vote in votes], session.topology, leaders_of(groups))
-        if pair is None or plan is None:
+        replicas = [vote.replica for vote in votes]
+        pair = unlike(replicas, session.topology, leaders_of(groups))
+        if pair is None or plan is None or None in replicas:
             return
         keys = {rank: Claim(rank, FORMS, WHOLE).key for rank in pair}
         self._votes.appeal([*keys.values()])
@@ -382,11 +387,12 @@ class Ballot:
         index: FileEntry | None = None
         self._has_answered = True
         try:
-            if attempt.error is None and plan is not None and plan.replicas is not None and writer is not None:
+            forms = Claim(self._rank, FORMS, WHOLE).key
+            if forms in keys and plan is not None:
+                self._votes.publish_digests(self._rank, {forms: lines_of(plan)})
+            elif attempt.error is None and plan is not None and plan.replicas is not None and writer is not None:
                 replicas = plan.replicas
-                published: dict[str, Any] = replicas.published(keys, writer.blocks)
-                forms = Claim(self._rank, FORMS, WHOLE).key
-                published |= {forms: lines_of(plan)} if forms in published else {}
+                published = replicas.published(keys, writer.blocks)
                 if published:
                     self._votes.publish_digests(self._rank, published)
                 theirs: dict[str, Any] = {}

@@ -356,7 +356,10 @@ class AttemptFiles:
             raise attempt.failed(attempt.error) from attempt.error
 
     def failed_vote(self, error: BaseException) -> Vote:
-        return Vote(self.attempt.session.topology.rank, error=to_wire(error))
+        """Return the vote of an error: with the digest of what is saved if another rank's file stood in the way."""
+        plan = self.attempt.plan
+        replica = plan.replica if plan is not None and is_in_the_way(error) else None
+        return Vote(self.attempt.session.topology.rank, to_wire(error), replica=replica)
 
     def make_room(self) -> None:
         """Remove this rank's files of a failed attempt: on a full disk even a vote needs their space.
@@ -377,6 +380,11 @@ class AttemptFiles:
             self._reported = now
             votes = AttemptVotes(session.storage, self.publication.attempt)
             votes.report_progress(session.topology.rank, effects.monotonic_ns())
+
+
+def is_in_the_way(error: BaseException) -> bool:
+    """Return whether a file of another rank was where this one writes, as of ranks that hold other tensors."""
+    return isinstance(error.__cause__ or error, FileExistsError)
 
 
 class CollectedSave:

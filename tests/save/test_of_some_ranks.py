@@ -77,24 +77,27 @@ def test_each_rank_gets_its_own_state_back(
     assert [[]] * 4 == gloo_ranks.run(saves, tmp_path, kind, first, how)
 
 
-def later(rank: int, directory: Path) -> tuple[list[str], bool]:
+def later(rank: int, directory: Path, on: int, size: int) -> tuple[list[str], bool]:
     """Errors of saves of ranks that share the writing, one of which differs later, and True if the last comes back."""
     model, optimizer = _made("momentum")
     said = []
     with Checkpointer(directory) as checkpointer:
         for number in range(3):
             _step(model, optimizer)
-            for state in optimizer.state.values() if rank == 1 and number else ():
-                state["more"] = torch.full((2,), number)
+            for state in optimizer.state.values() if rank == on and number else ():
+                state["more"] = torch.full((size,), number)
             said.append(refusal(partial(checkpointer.save, number, model, optimizer, use_xser=True)))
         others = _made("momentum")
         checkpointer.load(2, *others)
     return said, _state(*others) == _state(model, optimizer)
 
 
-def test_state_that_differs_later_fails_one_save_of_shared_writing(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """With use_xser. All later ones failed, too."""
-    for said, is_equal in gloo_ranks.run(later, tmp_path):
+@pytest.mark.parametrize(("on", "size"), [(1, 2), (0, 2), (1, 500_000), (0, 500_000)])
+def test_state_that_differs_later_fails_one_save_of_shared_writing(
+    gloo_ranks: RankPool, tmp_path: Path, on: int, size: int
+) -> None:
+    """With use_xser. All later ones failed, too: by the files of others, if these were now another rank's to write."""
+    for said, is_equal in gloo_ranks.run(later, tmp_path, on, size):
         assert ["", ""] == [said[0], said[2]]
         assert "weight/more is" in said[1]
         assert "the next save keeps each rank's own" in said[1]
