@@ -245,7 +245,8 @@ class LoadAttempt:
         options = request.options
         weights = opened.weights
         live = None if request.model is None else open_model(request.model, may_be_meta=weights is not None)
-        if weights is not None:
+        is_filled = live is not None and not live.names() and (topology.tp, topology.pp) == (1, 1)
+        if weights is not None and not (is_filled and options.mapping is None):
             opened = MappedWeights(opened, weights, live, request)
             options = replace(options, key_mapping=None, prefix="")  # which name tensors of the files
         self.filtered: Filter = Filter(options)

@@ -50,7 +50,8 @@ class MappedWeights(OpenTag):
         if model is None or not model.names():
             raise InvalidArgument(
                 f"{self.where} has Hugging Face's form, and is loaded into a live model: its names and shapes "
-                f"determine each rank's part; pass model=, found {request.model!r}"
+                f"determine each rank's part; pass one as model=, found {request.model!r}. An empty dict is filled "
+                "with whole tensors, without mapping=, and without tensor and pipeline parallelism"
             )
         self.topology = request.topology
         options = request.options

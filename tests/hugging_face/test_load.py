@@ -132,6 +132,18 @@ def test_a_state_dict_is_overwritten_in_place(tmp_path: Path) -> None:
     assert memory == {name: tensor.data_ptr() for name, tensor in model.items()}
 
 
+def test_an_empty_dict_is_filled_with_the_files_tensors(tmp_path: Path) -> None:
+    """Under their own names; without config.json too, and of one file."""
+    state = write_model(tmp_path, Model())
+    whole: State = {}
+    load_checkpoint(tmp_path, model=whole)
+    assert [] == differences(state, whole)
+    save_file(state, tmp_path / "alone.safetensors")
+    renamed: State = {}
+    load_checkpoint(tmp_path / "alone.safetensors", model=renamed, key_mapping={"last": "model.norm.weight"})
+    assert torch.equal(state["model.norm.weight"], renamed["last"])
+
+
 def test_a_store_is_loaded_from(tmp_path: Path) -> None:
     state = write_model(tmp_path, Model(), shards=3)
     name = uuid.uuid4().hex
@@ -245,7 +257,8 @@ def test_what_is_left_out_needs_no_rule_and_no_tensor(tmp_path: Path) -> None:
     [
         (PartNotFound, "without optimizer; it holds model.* weights_only=True", {"optimizer": {}}),
         (PartNotFound, "without scheduler; it holds model", {"scheduler": {}}),
-        (InvalidArgument, "loaded into a live model", {"model": {}}),
+        (InvalidArgument, "loaded into a live model", {"model": {}, "topology": Topology(tp=2)}),
+        (InvalidArgument, "loaded into a live model", {"model": {}, "mapping": "llama"}),
         (InvalidArgument, "loaded into a live model", {"model": None}),
         (InvalidArgument, "pre_download= is for the tags", {"pre_download": True}),
         (KeyMismatch, r"no name begins with prefix='module\.'", {"prefix": "module.", "strict": False}),
