@@ -45,8 +45,8 @@ class GroupMembers:
     """The ranks of one group, in the group's order, joined by a gloo group of their own.
 
     Args:
-        store: where the members find each other; every member passes the same one, and no other group uses
-        it.
+        store: where the members find each other; every member passes the same one, and no other group of the same
+        ranks uses it.
         ranks: global ranks of the members.
         rank: global rank of this process, one of ``ranks``.
         timeout: how long a collective waits for the others.
@@ -62,8 +62,9 @@ class GroupMembers:
         self._gloo: ProcessGroupGloo | None = None
         if len(self) > 1:
             try:
+                own = PrefixStore(",".join(map(str, ranks)), store)
                 with _stdout_to_stderr():
-                    self._gloo = ProcessGroupGloo(store, self.index, len(self), timeout=timeout)
+                    self._gloo = ProcessGroupGloo(own, self.index, len(self), timeout=timeout)
             except RuntimeError as error:
                 raise self._lost("joining the group", error) from error
 
@@ -191,7 +192,7 @@ class World:
             if self.rank in group:
                 ranks = tuple(int(rank) for rank in group)
                 if ranks not in self._peers:
-                    store = PrefixStore("nxd_ckpt.emulation/" + ",".join(map(str, ranks)), self.store)
+                    store = PrefixStore("nxd_ckpt.emulation", self.store)
                     self._peers[ranks] = GroupMembers(store, ranks, self.rank, self.timeout)
                 return self._peers[ranks]
         raise InvalidArgument(f"collective on rank {self.rank}: it is in none of the groups {groups}")

@@ -82,6 +82,21 @@ def xm_collectives(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
+def sum_of_own_group(rank: int) -> torch.Tensor:
+    import torch.distributed as dist
+    import torch_xla
+
+    mine = values(rank).to(torch_xla.device())
+    dist.all_reduce(mine, group=dist.new_group(sorted(group_of(rank))))
+    return mine.cpu()
+
+
+def test_each_rank_makes_its_own_group_alone(xla_ranks: RankPool) -> None:
+    """As neuronx-distributed makes groups on the backend "xla": c10d then gives those of other ranks the same name."""
+    for rank, summed in enumerate(xla_ranks.run(sum_of_own_group)):
+        assert torch.equal(total(group_of(rank)), summed)
+
+
 def test_xla_model_collectives_work_across_processes(xla_ranks: RankPool) -> None:
     """Each function of xla_model: plain, in place, grouped, scaled and bucketized; order is the group's."""
     for rank, results in enumerate(xla_ranks.run(xm_collectives)):
