@@ -197,12 +197,14 @@ def _copies(
 ) -> Iterator[Replica]:
     """Yield the tensors of a part that all ranks of the ``group`` hold; ``owners`` write them, by number.
 
-    Not those that the first one, which writes them, gives to the others anyway.
+    Of those that the first one, which writes them, gives to the others anyway, each rank's counts as its own.
     """
     ranks = tuple(rank if topology.members is None else topology.members[rank] for rank in group)
     for number, (path, leaf) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
-        if number in owners and not (owners[number] == group[0] and state.tensors[path].given == ranks):
-            yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], part)
+        if number in owners:
+            is_given = owners[number] == group[0] and state.tensors[path].given == ranks
+            writes, what = (topology.rank, "given") if is_given else (owners[number], part)
+            yield Replica.of(part, number, state.tensors[path].name, leaf, writes, what)
 
 
 def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collection[str]) -> Iterator[Replica]:
