@@ -98,10 +98,12 @@ class Pipeline:
             plans = agreement.gather(planned.plan.agreed(tag, self._topology))
             newest = decided_by_rank0(agreement, partial(_newest_tag, plans))
             if newest is None:
-                replica = planned.plan.replica
-                names = differing_state(agreement, summary, replica, self._topology, self._planner.groups)
-                self._planner.known.update(names)
-                planned = on_all(agreement, partial(self.plan, summary.state)) if names else planned
+                # Two ranks tell what differs between them; then others may differ in more.
+                while names := differing_state(
+                    agreement, summary, planned.plan.replica, self._topology, self._planner.groups
+                ).difference(self._planner.known):
+                    self._planner.known.update(names)
+                    planned = on_all(agreement, partial(self.plan, summary.state))
                 return agreement, planned
             if newest != tag:
                 raise RanksDisagree(f"save of {tag!r} failed: not all ranks made it, others are at {newest!r}")

@@ -57,7 +57,7 @@ def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGrou
 
 def differing_state(
     agreement: Agreement, summary: MeshSummary, replica: str, topology: Topology, groups: Sequence[MeshGroup] | None
-) -> list[str]:
+) -> set[str]:
     """Return names of what ranks that share the writing do not all hold, or hold in another form. Collective.
 
     ``replica`` is the digest of the tensors in this rank's plan, ``groups`` are those of a mesh job.
@@ -67,11 +67,11 @@ def differing_state(
     digests = agreement.gather(replica)
     ask = decided_by_rank0(agreement, lambda: unlike(digests or [], topology, leaders_of(groups)))
     if not ask:
-        return []
+        return set()
     lines = _with_parameters(summary.lines, summary.state.optimizer_names or ())
     gathered = agreement.gather(lines if agreement.rank in ask else None) or []
     lines_of_ranks = [(rank, gathered[rank] or {}) for rank in ask] if gathered else []
-    return decided_by_rank0(agreement, lambda: _differing_state(lines_of_ranks, on_mesh=groups is not None))
+    return {*decided_by_rank0(agreement, lambda: _differing_state(lines_of_ranks, on_mesh=groups is not None))}
 
 
 def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> list[str]:

@@ -23,6 +23,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import MalformedFile, UnsupportedState
 from nxd_ckpt.formats.crc32 import crc32, digest_of_value
 from nxd_ckpt.formats.image import Image
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS
 from nxd_ckpt.formats.state import SaveState, State
 from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors
@@ -174,9 +175,9 @@ class Planner:
         if state.optimizer is None:
             return
         indices = (f"#{index}" for group in state.optimizer.tree["param_groups"] for index in group["params"])
-        differ = {OPTIMIZER, *(f"optim/{name}" for name in state.optimizer_names or indices)} & self.known
-        of_whole = any(name.startswith("optim/state/") for name in self.known)
-        if differ or of_whole or state.optimizer.forms != self._shared:
+        whole = {OPTIMIZER, *(f"optim/{name}" for name in state.optimizer_names or indices)}
+        beside = (name.startswith("optim/state/") or name.endswith(f"/{MASTER_WEIGHTS}") for name in self.known)
+        if any(beside) or whole & self.known or state.optimizer.forms != self._shared:
             yield "optimizer"
 
     def _planned(self, state: SaveState) -> SavePlan:

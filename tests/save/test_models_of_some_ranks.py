@@ -48,6 +48,10 @@ def _of_owned(model: nn.Module, rank: int) -> Any:
     return torch.optim.AdamW(list(model.parameters())[rank % 2 :: 2], lr=0.1)
 
 
+def _of_rank_3(model: Any, rank: int) -> Any:
+    return torch.optim.AdamW(list(model.first.parameters())[rank // 3 :], lr=0.1)
+
+
 def _in_groups(model: nn.Module, rank: int) -> Any:
     first, *others = model.parameters()
     groups: Any = [{"params": [first]}, {"params": others, "lr": 0.2}]
@@ -61,6 +65,9 @@ def _layer_of(rank: int) -> dict[str, nn.Module]:
 KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Any]] = {
     "an adapter of rank 1": (lambda rank: {"adapter": nn.Linear(3, 2)} if rank == 1 else {}, _adam),
     "an adapter of rank 0": (lambda rank: {"adapter": nn.Linear(3, 2)} if rank == 0 else {}, _adam),
+    "an adapter of rank 1, an optimizer of rank 3": (
+        lambda rank: {"adapter": nn.Linear(3, 2)} if rank == 1 else {}, _of_rank_3
+    ),
     "stages": (_layer_of, _adam),
     "rows": (lambda rank: {"expert": nn.Linear(3, 2 + rank)}, _adam),
     "shapes": (lambda rank: {"table": torch.zeros((2, 3) if rank % 2 else (3, 2))}, _adam),

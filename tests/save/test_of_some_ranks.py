@@ -140,7 +140,7 @@ def test_filters_and_other_jobs(gloo_ranks: RankPool, tmp_path: Path) -> None:
         convert(tmp_path, tmp_path / form, to=form, optimizer=False)
 
 
-def masters(rank: int, directory: Path, on: tuple[int, ...], own: bool) -> list[bool]:
+def masters(rank: int, directory: Path, on: tuple[int, ...], own: bool, use_xser: bool) -> list[bool]:
     """Whether saves of master weights come back that some ranks keep, beside state that differs if it is ``own``."""
     right = []
     with Checkpointer(directory) as checkpointer:
@@ -148,20 +148,21 @@ def masters(rank: int, directory: Path, on: tuple[int, ...], own: bool) -> list[
             moments = torch.ones(2 + rank * own)
             state: dict[str, Any] = {"state": {0: {"m": moments}}, "param_groups": [{"params": [0]}]}
             state |= {"sharded_master_weights": {0: torch.full((2,), float(rank + step))}} if rank in on else {}
-            checkpointer.save(step, None, state)
+            checkpointer.save(step, None, state, use_xser=use_xser)
             loaded: dict[str, Any] = {}
             checkpointer.load(step, None, loaded)
             right.append(repr(loaded) == repr(state))
     return right
 
 
+@pytest.mark.parametrize("use_xser", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("on", [(2,), (0, 1), (0, 1, 2, 3)])
 def test_master_weights_of_some_ranks_come_back(
-    gloo_ranks: RankPool, tmp_path: Path, on: tuple[int, ...], own: bool
+    gloo_ranks: RankPool, tmp_path: Path, on: tuple[int, ...], own: bool, use_xser: bool
 ) -> None:
     """The save was refused; beside state that differs, rank 0's came back to all without a word."""
-    assert [[True] * 3] * 4 == gloo_ranks.run(masters, tmp_path, on, own)
+    assert [[True] * 3] * 4 == gloo_ranks.run(masters, tmp_path, on, own, use_xser)
 
 
 def whole(rank: int, directory: Path, first: int) -> tuple[list[int], str]:
