@@ -41,6 +41,8 @@ class EmulatedProcessGroup(dist.ProcessGroup):
         super().__init__(group_rank, len(ranks))
         self.peers: GroupMembers = GroupMembers(store, ranks, ranks[group_rank], timeout)
         self._name = ""
+        # Of torch-xla's group: neuronx-distributed passes it to xla_model as ``groups=``.
+        self._mesh: list[list[int]] = [list(ranks)]
 
     def getBackendName(self) -> str:
         return "xla"

@@ -82,19 +82,25 @@ def xm_collectives(rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def sum_of_own_group(rank: int) -> torch.Tensor:
+def sums_of_own_groups(rank: int) -> list[torch.Tensor]:
     import torch.distributed as dist
     import torch_xla
+    import torch_xla.core.xla_model as xm
 
+    group: Any = dist.new_group(sorted(group_of(rank)))
     mine = values(rank).to(torch_xla.device())
-    dist.all_reduce(mine, group=dist.new_group(sorted(group_of(rank))))
-    return mine.cpu()
+    again = xm.all_reduce(xm.REDUCE_SUM, mine, groups=group._mesh).cpu()
+    dist.all_reduce(mine, group=group)
+    return [mine.cpu(), again]
 
 
 def test_each_rank_makes_its_own_group_alone(xla_ranks: RankPool) -> None:
-    """As neuronx-distributed makes groups on the backend "xla": c10d then gives those of other ranks the same name."""
-    for rank, summed in enumerate(xla_ranks.run(sum_of_own_group)):
-        assert torch.equal(total(group_of(rank)), summed)
+    """As neuronx-distributed makes groups on the backend "xla", and passes them to xla_model.
+
+    c10d then gives those of other ranks the same name.
+    """
+    for rank, summed in enumerate(xla_ranks.run(sums_of_own_groups)):
+        assert all(torch.equal(total(group_of(rank)), one) for one in summed)
 
 
 def test_xla_model_collectives_work_across_processes(xla_ranks: RankPool) -> None:
