@@ -384,7 +384,8 @@ class Replicas:
             if values.claim in theirs:
                 others = theirs[values.claim]
                 here = values.digests
-                names = [name for name in {**here, **others} if here.get(name) != others.get(name)]
+                differing = (name for name in {**here, **others} if here.get(name) != others.get(name))
+                names = [name for name in differing if name not in self._names]  # those are tensors here
                 own.keep_values(values, names, own_value)
         apart = {*own.leaves, *own.absent}
         how = WHOLE if self.whole else SAMPLES

@@ -58,6 +58,10 @@ def _in_groups(model: nn.Module, rank: int) -> Any:
     return torch.optim.AdamW(groups if rank % 2 else [{"params": [first, *others]}], lr=0.1)
 
 
+def _either_way(one: Any, rank: int) -> dict[str, Any]:
+    return {"a": [one] if rank % 2 else one, "b": one if rank % 2 else [one]}
+
+
 def _layer_of(rank: int) -> dict[str, nn.Module]:
     return {f"layer_{rank}": nn.Linear(3, 3 + rank)}
 
@@ -74,6 +78,7 @@ KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Any]] = {
     "dtypes": (lambda rank: {"table": torch.zeros(4, dtype=torch.int32 if rank else torch.float32)}, _adam),
     "extra state": (lambda rank: {"extra": Extra({"a": [torch.ones(2)] if rank == 1 else rank, "n": rank})}, _adam),
     "extra state of one": (lambda rank: {"extra": Extra({"a": [torch.ones(2), 5]})} if rank == 1 else {}, _adam),
+    "extra state of other kinds": (lambda rank: {"extra": Extra(_either_way(torch.ones(rank + 1), rank))}, _adam),
     "clones": (lambda rank: {}, lambda model, rank: Clones(model.parameters(), rank)),
     "owned parameters": (lambda rank: {}, _of_owned),
     "param groups": (lambda rank: {}, _in_groups),
