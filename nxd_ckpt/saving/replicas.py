@@ -10,7 +10,7 @@ and, in the first two saves of a structure, all; later samples of large ones. So
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -310,8 +310,11 @@ class Replicas:
         return {copy.place for copy in large if copy.place and _samples_of(self.tensors[copy.part][copy.number])}
 
     def digests(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, dict[str, int]]:
-        """Return digests by claim and name. ``blocks`` gives those of a storage that this rank wrote."""
-        digests: dict[str, dict[str, int]] = {}
+        """Return digests by claim and name. ``blocks`` gives those of a storage that this rank wrote.
+
+        Of a part of which this rank has nothing to compare there is a claim too: the others may have more.
+        """
+        digests: dict[str, dict[str, int]] = {key: {} for values in self.values for key in self._claims(values)}
         for copy in self.copies:
             if copy.writes != self.rank or copy.place is None or is_below(copy.name, self.known):
                 continue
@@ -331,6 +334,12 @@ class Replicas:
             crcs = [crc for storage in storages for crc in self._blocks.get(storage, [])]
             digests.setdefault(copy.claim(how), {})[copy.name] = _joint(copy, crcs)
         return digests
+
+    def _claims(self, values: Values) -> Iterator[str]:
+        """Yield the claims of the part's tensors: of those that one rank writes."""
+        how = WHOLE if self.whole else SAMPLES
+        for each in (WHOLE, SAMPLES) if values.writes == self.rank else (how,):
+            yield Claim(values.writes, values.part, each).key
 
     def digests_of_live(self) -> dict[str, dict[str, int]]:
         """Return digests of all of it by claim and name, which reads all tensors now."""
@@ -360,7 +369,8 @@ class Replicas:
         """Return the claims of ``keys`` in which this rank holds copies of another's, by the rank that writes."""
         how = WHOLE if self.whole else SAMPLES
         own = {copy.claim(how) for copy in self.compared}
-        own |= {values.claim for values in self.values if values.writes != self.rank}
+        of_others = [values for values in self.values if values.writes != self.rank]
+        own |= {key for values in of_others for key in (values.claim, *self._claims(values))}
         by_writer: dict[int, list[str]] = {}
         for key in keys:
             if key in own:

@@ -196,6 +196,31 @@ def test_a_rank_without_any_of_it_is_refused(gloo_ranks: RankPool, tmp_path: Pat
         assert "on one rank (rank0_only=True) is not there on the others" in message
 
 
+def more_on_rank_0(rank: int, directory: Path, kind: str) -> list[bool]:
+    """Whether saves come back after which rank 0 gets one more tensor, where all others are each rank's own."""
+    right = []
+    own, more = torch.ones(rank + 1), torch.ones(3)
+    with Checkpointer(directory) as checkpointer:
+        for step in range(4):
+            has_more = rank == 0 and step > 1
+            model = {"w": own, **({"late": more} if has_more and kind == "model" else {})}
+            state: Any = {"state": {0: {"m": own}} if kind == "masters" else {}, "param_groups": [{"params": [0]}]}
+            state |= {"sharded_master_weights": {0: more}} if has_more and kind != "model" else {}
+            checkpointer.save(step, model, state)
+            loaded: tuple[Any, Any] = ({}, {})
+            checkpointer.load(step, *loaded)
+            right.append(repr(loaded) == repr((model, state)))
+    return right
+
+
+@pytest.mark.parametrize("kind", ["model", "masters", "masters without state"])
+def test_a_tensor_of_rank_0_beside_those_that_differ_goes_to_no_other(
+    gloo_ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
+    """The others had nothing left to compare, and got it without a word."""
+    assert [[True] * 4] * 4 == gloo_ranks.run(more_on_rank_0, tmp_path, kind)
+
+
 def on_mesh(rank: int, directory: Path, later: bool) -> list[str]:
     """What saves of DTensors say beside plain tensors of some ranks, and which did not come back."""
 
