@@ -238,6 +238,7 @@ def test_the_help_groups_all_commands(capsys: pytest.CaptureFixture[str]) -> Non
         (["convert", "{run}/step_1", "{run}/out", "--to=tag", "--dp=0"], "--dp must be a whole number of at least 1"),
         (["cp", "{run}/empty", "{run}/out"], "found nothing"),
         (["list", ""], "must not be empty"),
+        (["list", "https://host/run"], "https://host/run: checkpoints are not read from web servers"),
         (["list", "gss://bucket/run"], "unknown scheme 'gss' (did you mean gs://?)"),
         (["list", "hdfs://host/run"], "needs pyarrow: pip install pyarrow"),
     ],
