@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from nxd_ckpt.checkpointer import Checkpointer
     from nxd_ckpt.commit.tier import Tier
     from nxd_ckpt.conversion.cp import copy_checkpoint
-    from nxd_ckpt.conversion.to_files import UnshardStrategy
     from nxd_ckpt.converting import convert, unshard_checkpoint
     from nxd_ckpt.core.partition import Partition, Section
     from nxd_ckpt.core.retention_rules import Best, Every, Last, Within
@@ -84,7 +83,6 @@ __all__ = [
     "Section",
     "Tier",
     "Topology",
-    "UnshardStrategy",
     "Within",
     "__version__",
     "capture_data_position",
@@ -127,7 +125,6 @@ _MODULE_OF = {
     "Section": "core.partition",
     "Tier": "commit.tier",
     "Topology": "core.topology",
-    "UnshardStrategy": "conversion.to_files",
     "Within": "core.retention_rules",
     "capture_data_position": "live.data_position",
     "capture_random_state": "live.data_position",

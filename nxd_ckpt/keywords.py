@@ -21,7 +21,6 @@ from nxd_ckpt.options.conversion import (
     NamesOf,
     OptimizerForm,
     Release,
-    Strategy,
     StrategyName,
 )
 from nxd_ckpt.options.execution import Names, SavedNames, Verify
@@ -90,7 +89,7 @@ class AnySaveKeywords(TypedDict, total=False):
 
 class UnshardKeywords(TypedDict, total=False):
     use_safetensors: bool
-    unshard_strategy: StrategyName | Strategy
+    unshard_strategy: StrategyName
     sha256: bool
     size_per_shard: ShardSize
     partitions: Mapping[str, Partition] | None

@@ -8,16 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.core.manifest import Parts
-from nxd_ckpt.core.option_classes import Options
-from nxd_ckpt.core.units import AnySize, bytes_of, neighbours
-from nxd_ckpt.errors import InvalidArgument, UnsupportedState
+from nxd_ckpt.core.units import neighbours
+from nxd_ckpt.errors import UnsupportedState
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, form_of, iter_tensors, map_tensors, nbytes_of
-from nxd_ckpt.options.conversion import ConvertOptions, Strategy, StrategyName
+from nxd_ckpt.options.conversion import ConvertOptions, StrategyName
 from nxd_ckpt.output.image_writer import write_images
 from nxd_ckpt.output.locations import locate_apart
 from nxd_ckpt.output.model_files import WeightFile, index_file, json_file
@@ -33,38 +32,10 @@ from nxd_ckpt.tag.rank_states import refuse_per_rank
 
 MODEL, OPTIM = "model", "optim"
 INDEX = "index.json"
-ONE_FILE, PER_TENSOR, CHUNKS = get_args(StrategyName)
+ONE_FILE, PER_TENSOR, _ = get_args(StrategyName)
 
 _LONGEST = 200
 """Characters of a tensor's name in a file's name; file systems allow 255 bytes."""
-
-
-@dataclass(frozen=True)
-class UnshardStrategy(Options):
-    """A way to divide tensors into files: ``name`` is "one_file", "one_file_per_tensor" or "chunks".
-
-    Chunks are files of at most ``chunk_size_bytes`` bytes, or a size such as "5GB".
-    """
-
-    name: StrategyName = "one_file"
-    chunk_size_bytes: AnySize | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.name == CHUNKS) != (self.chunk_size_bytes is not None):
-            raise InvalidArgument(f"chunk_size_bytes is needed for {CHUNKS!r}, and for no other unshard_strategy")
-
-    @classmethod
-    def one_file(cls) -> UnshardStrategy:
-        return cls(ONE_FILE)
-
-    @classmethod
-    def one_file_per_tensor(cls) -> UnshardStrategy:
-        return cls(PER_TENSOR)
-
-    @classmethod
-    def chunks(cls, chunk_size_in_bytes: AnySize) -> UnshardStrategy:
-        return cls(CHUNKS, chunk_size_in_bytes)
 
 
 @dataclass(frozen=True)
@@ -130,15 +101,14 @@ def split(items: Iterable[Item], part: str) -> tuple[list[Item], list[Item]]:
     return tensors, others
 
 
-def files_of(part: str, items: Sequence[Item], strategy: Strategy, extension: str) -> list[UnshardedFile]:
+def files_of(part: str, items: Sequence[Item], chosen: ConvertOptions, extension: str) -> list[UnshardedFile]:
     """Return the files of a part, in the order of its items."""
-    if strategy.name == ONE_FILE:
+    if chosen.unshard_strategy == ONE_FILE:
         return [UnshardedFile(f"{part}.{extension}", tuple(items))]
-    if strategy.name == PER_TENSOR:
+    if chosen.unshard_strategy == PER_TENSOR:
         names = _distinct(f"{part}.{item.name}" for item in items)
         return [UnshardedFile(f"{part}/{name}.{extension}", (item,)) for name, item in zip(names, items, strict=True)]
-    limit = bytes_of(strategy.chunk_size_bytes or "", "chunk_size_bytes")
-    chunks = neighbours(items, lambda item: item.nbytes, limit)
+    chunks = neighbours(items, lambda item: item.nbytes, chosen.size_per_shard)
     return [UnshardedFile(f"{part}/chunk-{number:05d}.{extension}", chunk) for number, chunk in enumerate(chunks)]
 
 
@@ -209,14 +179,13 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
         TopologyMismatch, OptimizerMismatch: a tensor's cut, or its parameter's name, is not known.
         UnsupportedState: safetensors cannot hold a value.
     """
-    strategy = _strategy(chosen.unshard_strategy, chosen.size_per_shard)
     target = locate_apart(dst, source.place, chosen.written_with)
     opened = source.open() if opened is None else opened
     refuse_per_rank(opened, "model", "optim", "scheduler")
     with opened.guarded():
         cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
         tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)
-        parts = [_Part(opened, tag, part, strategy, chosen.use_safetensors) for part in _parts(opened)]
+        parts = [_Part(opened, tag, part, chosen) for part in _parts(opened)]
     output = Output(target, chosen, _UNSHARDED)
     nbytes = sum(part.nbytes for part in parts)
     files = {name: size for part in parts for name, size in part.sizes().items()}
@@ -234,16 +203,17 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
 class _Part:
     """Model or optimizer, planned: nothing is written yet, and everything that must be refused was."""
 
-    def __init__(self, opened: OpenTag, tag: WholeTag, name: str, strategy: Strategy, safetensors: bool) -> None:
+    def __init__(self, opened: OpenTag, tag: WholeTag, name: str, chosen: ConvertOptions) -> None:
+        safetensors = chosen.use_safetensors
         self.name = name
         self._opened = opened
         items = items_of(tag, name)
         others: list[Item] = []
         if safetensors:
             items, others = split(items, name)
-        files = files_of(name, items, strategy, _EXTENSIONS[safetensors])
+        files = files_of(name, items, chosen, _EXTENSIONS[safetensors])
         self._files = [_safetensors(file) if safetensors else _torch_file(file) for file in files]
-        single = strategy.name == ONE_FILE
+        single = chosen.unshard_strategy == ONE_FILE
         self.place = files[0].key if single else name
         self._documents = _values(opened, others, name)
         if not single:
@@ -277,12 +247,6 @@ def _values(opened: OpenTag, others: Sequence[Item], part: str) -> dict[str, byt
 
     plain = [Item(item.path, map_tensors(item.value, number)) for item in others]
     return {f"{part}.json": json_of(plain, part)} if plain else {}
-
-
-def _strategy(strategy: StrategyName | Strategy, size_per_shard: int) -> Strategy:
-    if isinstance(strategy, str):
-        return UnshardStrategy(strategy, size_per_shard if strategy == CHUNKS else None)
-    return UnshardStrategy(cast(StrategyName, strategy.name), strategy.chunk_size_bytes)
 
 
 def _parts(opened: OpenTag) -> list[str]:

@@ -171,9 +171,6 @@ def _reader_of(hint: Any) -> Callable[[Any], Any]:
         return partial(_several, origin, args[0])
     if origin is Callable:
         return partial(_checked, callable)
-    if getattr(origin, "_is_protocol", False):
-        members = (name for name in (*vars(origin), *vars(origin).get("__annotations__", ())) if name[0] != "_")
-        return partial(_having, tuple(members))
     if hasattr(origin, "__fspath__"):  # those of os.scandir(b"...") are bytes, which no text can be joined to
         return partial(_checked, lambda value: isinstance(value, origin) and isinstance(value.__fspath__(), str))
     is_ours = str(getattr(origin, "__module__", "")).startswith("nxd_ckpt")
@@ -215,10 +212,6 @@ def _checked(is_one: Callable[[Any], bool], value: Any) -> Any:
     if not is_one(value):
         raise TypeError
     return value
-
-
-def _having(names: Iterable[str], value: Any) -> Any:
-    return _checked(lambda value: all(hasattr(value, name) for name in names), value)
 
 
 def _boolean(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from nxd_ckpt.core.arguments import Count, Kind, plain_mapping
 from nxd_ckpt.core.dcp_names import DcpNames
@@ -14,7 +14,7 @@ from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.option_classes import option
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.core.topology import Topology
-from nxd_ckpt.core.units import AnySize, ShardSize
+from nxd_ckpt.core.units import ShardSize
 from nxd_ckpt.errors import InvalidArgument
 from nxd_ckpt.options.execution import ExecutionOptions, Names, OutputOptions, SavedNames
 from nxd_ckpt.storage.urls import StrPath
@@ -38,23 +38,12 @@ _SIZES = ("dp", "tp", "pp", "ep")
 _KEYS = DcpNames()
 
 
-class Strategy(Protocol):
-    """Distribution of tensors over files. OLMo-core's ``UnshardStrategy`` is one too."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def chunk_size_bytes(self) -> AnySize | None: ...
-
-
 @dataclass(frozen=True)
 class UnshardOptions(OutputOptions):
     """Plain files of whole tensors."""
 
     use_safetensors: bool = option(False, "write safetensors files, and JSON for values that are no tensors.")
-    unshard_strategy: StrategyName | Strategy = option("one_file", """files for each of model and optimizer. A name, an
-        `nxd_ckpt.UnshardStrategy`, or OLMo-core's own.""")
+    unshard_strategy: StrategyName = option("one_file", "files for each of model and optimizer.")
     sha256: bool = option(False, """write SHA256SUMS beside the files, a list that ``sha256sum -c`` and
         ``nxd-ckpt verify`` compare. Everything is read once more for it.""")
     size_per_shard: ShardSize = option("5GB", """maximum size of a weight file, or of one of "chunks", as 5GB or bytes;

@@ -22,7 +22,6 @@ from nxd_ckpt import (
     Partition,
     Tier,
     Topology,
-    UnshardStrategy,
     close_checkpointers,
     has_checkpoint,
     load_checkpoint,
@@ -117,9 +116,7 @@ def test_each_option_takes_a_value_as_what_it_means_or_refuses_it_by_name(kind: 
 
 def test_there_are_option_classes_of_every_call() -> None:
     """The property above is asked of all of them, also of those that people make themselves."""
-    assert {SaveOptions, LoadOptions, *JobOptions.kinds(), OpenOptions, Tier, Last, UnshardStrategy, Partition} <= {
-        *CLASSES
-    }
+    assert {SaveOptions, LoadOptions, *JobOptions.kinds(), OpenOptions, Tier, Last, Partition} <= {*CLASSES}
     assert len(CLASSES) > 20
 
 
