@@ -241,7 +241,6 @@ def _diff(args: argparse.Namespace) -> int:
             a,
             b,
             prefix=args.prefix or (),
-            tolerance=args.tolerance,
             full=args.full,
             progress=not args.quiet,
         )
@@ -382,9 +381,6 @@ def _add_diff_flags(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         action="append",
         help="compare only names with this beginning: model/, 'optim/*/exp_avg', user_content/; repeatable",
-    )
-    parser.add_argument(
-        "--tolerance", metavar="X", type=float, help="treat differences up to X as equal, whatever the dtypes"
     )
     parser.add_argument("--full", action="store_true", help="also read tensors whose recorded digests are equal")
     parser.add_argument("--all", action="store_true", help=f"show all differences, not {_SHOWN} of a kind")

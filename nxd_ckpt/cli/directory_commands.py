@@ -216,7 +216,6 @@ def _report(args: argparse.Namespace) -> int:
             count=args.count,
             doctor=args.doctor,
             progress=not args.quiet,
-            cache=not args.no_cache,
         ),
     )
     lines = []
@@ -253,9 +252,6 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
         help="read the tensors of the N latest tags that have no stored statistics, and of older ones until one has "
         "finite values only (default: 2)",
     )
-    parser.add_argument(
-        "--no-cache", action="store_true", help="read the N latest tags in any case, and store nothing beside them"
-    )
     parser.add_argument("--doctor", action="store_true", help="examine the latest tag as nxd-ckpt doctor does")
 
 
@@ -267,9 +263,8 @@ REPORT = Command(
         "Write one HTML file that shows a directory of checkpoints, or a tag: first whether the run is healthy and "
         "from which tag it can be resumed, then metrics, seconds and sizes of the saves, ranks, and the health of the "
         "tensors: norms over tags, means, NaN, zeros. It needs no network, and runs nothing from a checkpoint. The "
-        "statistics are stored beside the tags, in .nxd_ckpt/statistics, so that the next report reads new tags only; "
-        "--no-cache stores nothing. Problems are on the page; the exit code is 1 only without a complete tag, which "
-        "the page says too."
+        "statistics are stored beside the tags, in .nxd_ckpt/statistics, so that the next report reads new tags only. "
+        "Problems are on the page; the exit code is 1 only without a complete tag, which the page says too."
     ),
     operands=(("DIR", "a checkpoint directory or URL, or a tag in it"),),
     add_flags=_add_report_flags,

@@ -18,9 +18,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--nproc", type=_count, required=True, metavar="N", help="number of ranks")
     parser.add_argument(
-        "--nproc-per-node", type=_count, metavar="N", help="ranks that count as one host (default: all)"
-    )
-    parser.add_argument(
         "--grace", type=float, default=5.0, metavar="SECONDS", help="time to end when another rank fails (5)"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
@@ -30,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     if find_spec("torch_xla") is None:
         parser.error("torch-xla is not installed: pip install 'torch==2.9.*' 'torch-xla==2.9.*'")
     command = [*(["-m"] if options.module else []), options.script, *options.arguments]
-    return launch(options.nproc, command, nproc_per_node=options.nproc_per_node, grace=options.grace)
+    return launch(options.nproc, command, grace=options.grace)
 
 
 def _count(text: str) -> int:

@@ -25,13 +25,12 @@ def free_ports() -> tuple[int, int]:
         return first.getsockname()[1], second.getsockname()[1]
 
 
-def rank_environment(rank: int, size: int, ports: tuple[int, int], local_size: int | None = None) -> dict[str, str]:
+def rank_environment(rank: int, size: int, ports: tuple[int, int]) -> dict[str, str]:
     """This process' environment, with what tells a child that it is ``rank`` of ``size``.
 
-    ``ports`` are those of the script's own rendezvous, ``MASTER_PORT``, and of the emulation's. ``local_size`` ranks
-    count as one host (all by default). What the user set for ``OMP_NUM_THREADS`` and ``XLA_FLAGS`` stays.
+    ``ports`` are those of the script's own rendezvous, ``MASTER_PORT``, and of the emulation's. All ranks count as
+    one host. What the user set for ``OMP_NUM_THREADS`` and ``XLA_FLAGS`` stays.
     """
-    local_size = local_size or size
     # Compiling is most of an emulated run; without LLVM's optimisations it takes a sixth of the time.
     environment = {"OMP_NUM_THREADS": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0"} | dict(os.environ)
     if sys.platform == "linux":
@@ -39,8 +38,8 @@ def rank_environment(rank: int, size: int, ports: tuple[int, int], local_size: i
     return environment | {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank % local_size),
-        "LOCAL_WORLD_SIZE": str(local_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(ports[0]),
         PORT_VARIABLE: str(ports[1]),
@@ -48,7 +47,7 @@ def rank_environment(rank: int, size: int, ports: tuple[int, int], local_size: i
     }
 
 
-def launch(nproc: int, command: Sequence[str], *, nproc_per_node: int | None = None, grace: float = 5.0) -> int:
+def launch(nproc: int, command: Sequence[str], *, grace: float = 5.0) -> int:
     """Run ``command`` (a script or ``-m module``, and its arguments) in ``nproc`` emulated processes.
 
     Standard streams pass through. SIGINT and SIGTERM are forwarded; a second one kills. When a rank fails,
@@ -65,7 +64,7 @@ def launch(nproc: int, command: Sequence[str], *, nproc_per_node: int | None = N
     ranks = [
         subprocess.Popen(
             arguments,
-            env=rank_environment(rank, nproc, ports, nproc_per_node),
+            env=rank_environment(rank, nproc, ports),
             pass_fds=[lifeline, report_end],
             start_new_session=True,  # a terminal's Ctrl-C arrives once, from here
         )

@@ -86,10 +86,8 @@ class _TensorComparison:
     def nbytes(self) -> int:
         return sum(b.nbytes for matched in self._pairs for _, b in matched.leaves[1:])
 
-    def differences(self, tolerance: float | None) -> Iterator[TensorDifference]:
+    def differences(self) -> Iterator[TensorDifference]:
         """Yield the tensors that differ, by name.
-
-        With ``tolerance`` those with a larger difference, whatever their dtypes.
 
         Raises:
             CorruptCheckpoint: bytes of a tag are not those that were written.
@@ -99,11 +97,11 @@ class _TensorComparison:
                 tally.add(a, b)
                 self.done.add(b.nbytes)
         for name in self.names:
-            difference = self._difference(name, tolerance)
+            difference = self._difference(name)
             if difference is not None:
                 yield difference
 
-    def _difference(self, name: str, tolerance: float | None) -> TensorDifference | None:
+    def _difference(self, name: str) -> TensorDifference | None:
         a = self._a.tensors.get(name)
         b = self._b.tensors.get(name)
         pair = self._by_name.get(name)
@@ -112,11 +110,7 @@ class _TensorComparison:
         if pair.problem is not None or not pair.shapes_fit:
             return TensorDifference(name, a, b, problem=pair.problem)
         tally = pair.tally
-        if tolerance is None:
-            same = not tally.differing and a.dtype == b.dtype
-        else:
-            same = not tally.nans and tally.max_difference <= tolerance
-        if same:
+        if not tally.differing and a.dtype == b.dtype:
             return None
         return TensorDifference(name, a, b, tally.differing, tally.nans, tally.max_difference, tally.relative_norm)
 
@@ -225,44 +219,38 @@ def diff_checkpoints(
     b: Checkpoint | StrPath,
     *,
     prefix: str | Sequence[str] = (),
-    tolerance: float | None = None,
     full: bool = False,
     progress: bool = False,
 ) -> Difference:
     """Compare two tags, of nxd_ckpt or NxD, in any place, saved on any sizes.
 
     Tensors are matched by name, and compared in 64 MiB of memory; their digests are verified. NaN in the same place is
-    equal. Tensors of different dtypes are compared as numbers; without a ``tolerance`` they always differ. If a
+    equal. Tensors of different dtypes are compared as numbers, and always differ. If a
     tensor's partition is unknown and both tags were saved on the same tp and ep, the parts of each rank are compared.
 
     Args:
         a, b: opened by `open_checkpoint`, with ``partitions=`` and ``saved_param_names=`` if the tags do not record
             them; or the path of each.
         prefix: compare only names with this beginning; shell patterns such as "model/" or "optim/*/exp_avg".
-        tolerance: treat differences up to this as equal, whatever the dtypes.
         full: also read tensors whose recorded digests (CRC-32) are equal.
         progress: show a bar on a terminal.
 
     Raises:
-        InvalidArgument: neither tag has such a name; a tolerance below 0.
+        InvalidArgument: neither tag has such a name.
         CorruptCheckpoint, PartLost: a tag is not what was written, or lost a file.
         TagReplaced: a tag was removed, or saved again, since it was opened.
     """
-    if tolerance is not None and not tolerance >= 0:
-        raise InvalidArgument(f"tolerance must be a number, 0 or more, found {tolerance!r}")
     a, b = (one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (a, b))
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
     with a.opened.guarded(), b.opened.guarded():
-        difference = _difference(a, b, prefixes, tolerance, full, progress)
+        difference = _difference(a, b, prefixes, full, progress)
         if difference.problems or any(tensor.problem for tensor in difference.tensors):
             a.opened.require_unchanged()
             b.opened.require_unchanged()
     return difference
 
 
-def _difference(
-    a: Checkpoint, b: Checkpoint, prefixes: Sequence[str], tolerance: float | None, full: bool, progress: bool
-) -> Difference:
+def _difference(a: Checkpoint, b: Checkpoint, prefixes: Sequence[str], full: bool, progress: bool) -> Difference:
     def is_selected(name: str) -> bool:
         return not prefixes or any(fnmatchcase(name, f"{prefix}*") for prefix in prefixes)
 
@@ -273,7 +261,7 @@ def _difference(
     if prefixes and not names and not comparison.names:
         raise InvalidArgument(f"no name in either tag begins with {' or '.join(prefixes)}")
     with watched("diff", comparison.nbytes, lambda: comparison.done.nbytes, progress):
-        tensors = tuple(comparison.differences(tolerance))
+        tensors = tuple(comparison.differences())
     pairs = [ValueDifference(name, values_a.get(name, ABSENT), values_b.get(name, ABSENT)) for name in names]
     return Difference(
         tensors,

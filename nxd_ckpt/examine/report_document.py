@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median_low
@@ -47,14 +46,13 @@ def report_document(
     count: int,
     doctor: bool,
     progress: bool,
-    cache: bool,
 ) -> dict[str, Any]:
     """Describe the tags of a directory, the latest one in detail, and the health of their tensors.
 
     Only where values are read does it need torch: not where all statistics are stored, without ``doctor``.
 
-    The tensors of the ``count`` latest tags are read, without ``cache`` even if their statistics are stored; older tags
-    appear with stored ones. ``doctor`` examines the latest tag after the one before it.
+    The tensors of the ``count`` latest tags are read, unless their statistics are stored; older tags appear with stored
+    ones. ``doctor`` examines the latest tag after the one before it.
     ``note`` says it if there is nothing to report on.
     """
     directory, only = locate(path, None, options)
@@ -70,7 +68,7 @@ def report_document(
         from nxd_ckpt.checkpoint import checkpoint_of
         from nxd_ckpt.examine.statistics import count_anew
 
-        return count_anew(checkpoint_of(tag, directory, options), cache, progress).tensors
+        return count_anew(checkpoint_of(tag, directory, options), progress).tensors
 
     def examined(tag: OpenTag, before: OpenTag | None) -> Sequence[Finding]:
         from nxd_ckpt.checkpoint import checkpoint_of
@@ -81,7 +79,7 @@ def report_document(
 
     damage = {tag["tag"]: tag["problems"] for tag in tags}
     _add_facts(tags, opened)
-    statistics = _statistics(opened, counted, count, damage, cache)
+    statistics = _statistics(opened, counted, count, damage)
     for tag in tags:
         tag["not_finite"] = len(not_finite(statistics[tag["tag"]])) if tag["tag"] in statistics else None
     still = _still(statistics)
@@ -93,7 +91,7 @@ def report_document(
     document["problems"] = list(_problems(document, list(opened.values()), statistics, in_flight))
     if still:
         frozen = units.count(len(still), "weight")
-        document["notes"] = [_problem("frozen", f"{frozen} never changed: {_by_module(still, statistics)}")]
+        document["notes"] = [_problem("frozen", f"{frozen} never changed: {first_of(still)}")]
     document["head"] = [line._asdict() for line in _head(document, opened, statistics, in_flight)]
     return document
 
@@ -204,7 +202,6 @@ def _statistics(
     counted: Callable[[OpenTag], StatisticsByName],
     count: int,
     damage: Mapping[str, list[str]],
-    cache: bool,
 ) -> dict[str, StatisticsByName]:
     """Return those of the ``count`` latest tags, stored ones of others, and all from the newest back to a sound one."""
     statistics: dict[str, StatisticsByName] = {}
@@ -212,7 +209,7 @@ def _statistics(
     is_found = count == 0
     for tag, open_tag in reversed(list(opened.items())):
         is_latest = tag in latest
-        stored = read_statistics(open_tag) if cache or not is_latest else None
+        stored = read_statistics(open_tag)
         if is_latest:
             open_tag.require_unchanged()
         if stored is not None:
@@ -251,10 +248,6 @@ def module_and_leaf(name: str) -> tuple[str, str]:
     match = re.match(r"(.*?\.\d+)\.(.*)", name)
     module, _, leaf = name.rpartition(".")
     return (match[1], match[2]) if match else (module, leaf)
-
-
-def _module(name: str) -> str:
-    return module_and_leaf(name)[0] or name
 
 
 def _health(statistics: Mapping[str, StatisticsByName], still: Collection[str]) -> dict[str, Any]:
@@ -310,15 +303,6 @@ def _value_problems(statistics: Mapping[str, StatisticsByName], reported: Collec
         dead = [name for name, counts in weights.items() if counts.zeros == counts.numel > 1]
         problems += [_problem(newest, f"{name} is all zero") for name in dead if name.startswith("model/")]
     return problems
-
-
-def _by_module(still: Collection[str], statistics: Mapping[str, StatisticsByName]) -> str:
-    """Return the first of the names; a module of which all weights are ``still`` is one name."""
-    weights = Counter(_module(name) for name in [*statistics.values()][-1] if name.startswith("model/"))
-    of_module = Counter(map(_module, still))
-    whole = {module for module, count in of_module.items() if count == weights[module] > 1}
-    names = dict.fromkeys(f"all of {_module(name)}" if _module(name) in whole else name for name in still)
-    return first_of(names)
 
 
 def _still(statistics: Mapping[str, StatisticsByName]) -> list[str]:

@@ -193,7 +193,6 @@ def page_of(document: Document) -> str:
         "metric_names": names,
         "marks": {mark["kind"] for one in metrics if one["chart"] for mark in one["chart"]["marks"]},
         "stages": _stages(tags),
-        "sizes": _sizes(tags),
         "ranks": _ranks(document),
         "tree": _tree(document["health"]["tensors"][:_TENSORS]),
         "tensors_left_out": max(0, len(document["health"]["tensors"]) - _TENSORS),
@@ -283,16 +282,6 @@ def _stages(tags: Sequence[Document]) -> dict[str, Any] | None:
     if len(timed) < 2:
         return {"title": title, "chart": None}
     return {"title": title, "chart": _chart(timed, series, lambda seconds: f"{seconds:g} s")}
-
-
-def _sizes(tags: Sequence[Document]) -> str:
-    if not tags:
-        return ""
-    shown = {size(tag["nbytes"]) for tag in tags}
-    if len(shown) == 1:
-        return f"{'All tags have' if len(tags) > 1 else 'The tag has'} {shown.pop()}"
-    small, large = (pick(tags, key=lambda tag: tag["nbytes"]) for pick in (min, max))
-    return f"Sizes go from {size(small['nbytes'])} to {size(large['nbytes'])} ({_short(large['tag'], 40)})"
 
 
 def _ranks(document: Document) -> dict[str, Any] | None:

@@ -45,16 +45,15 @@ class Statistics:
 
 @as_checkpoint_errors
 @takes()
-def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progress: bool = False) -> Statistics:
+def checkpoint_statistics(checkpoint: Checkpoint, *, progress: bool = False) -> Statistics:
     """Read a tag once, in some 10 MiB of memory per reading thread, and count. Its digests are verified.
 
-    A tensor whose partition is unknown is counted as the ranks hold it, one after the other.
+    A tensor whose partition is unknown is counted as the ranks hold it, one after the other. Statistics are stored in
+    ``.nxd_ckpt/statistics`` beside the tag, if that is writable, and used by the next call. Not those of a checkpoint
+    opened with ``partitions`` or ``saved_param_names``, nor of a tag without markers.
 
     Args:
         checkpoint: opened by `open_checkpoint`.
-        cache: use statistics that an earlier call stored in ``.nxd_ckpt/statistics`` beside the tag, and store new ones
-            there if it is writable. Not for a checkpoint opened with ``partitions`` or ``saved_param_names``, nor for a
-            tag without markers.
         progress: show a bar on a terminal.
 
     Raises:
@@ -63,13 +62,13 @@ def checkpoint_statistics(checkpoint: Checkpoint, *, cache: bool = True, progres
     """
     opened = checkpoint.opened
     with opened.guarded():
-        cached = read_statistics(opened) if cache and checkpoint.as_recorded else None
+        cached = read_statistics(opened) if checkpoint.as_recorded else None
     if cached is not None:
         return Statistics(MappingProxyType(cached), {}, cached=True)
-    return count_anew(checkpoint, cache, progress)
+    return count_anew(checkpoint, progress)
 
 
-def count_anew(checkpoint: Checkpoint, cache: bool, progress: bool) -> Statistics:
+def count_anew(checkpoint: Checkpoint, progress: bool) -> Statistics:
     """Count as `checkpoint_statistics` does, whatever is stored."""
     opened = checkpoint.opened
     with opened.guarded():
@@ -77,7 +76,7 @@ def count_anew(checkpoint: Checkpoint, cache: bool, progress: bool) -> Statistic
         leaves = leaves_of(checkpoint.whole, problems)
         statistics = count_leaves(checkpoint.whole, leaves, "statistics", progress)
         opened.require_unchanged()
-    if cache and checkpoint.as_recorded and keeps_statistics(opened) and not problems:
+    if checkpoint.as_recorded and keeps_statistics(opened) and not problems:
         write_statistics(opened, statistics)
     return Statistics(MappingProxyType(statistics), MappingProxyType(problems), cached=False)
 

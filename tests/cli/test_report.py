@@ -154,7 +154,7 @@ def test_what_is_wrong_is_marked_first(tmp_path: Path, capsys: pytest.CaptureFix
     assert 1 == tags.count('<div class="bar late">')
     assert "is the straggler: 60.0 s</h2>" in tags
     assert "always waited for rank 2" in problems
-    assert re.search(r"2 weights never changed: all of model/4<", problems)
+    assert re.search(r"2 weights never changed: model/4.bias, model/4.weight<", problems)
     assert re.search(r"rank 3</b><span>the optimizer state of rank 3 is of step 15, that of other ranks of", problems)
     assert re.search(r"optim/3.weight/exp_avg</b><span>1 NaN and 0 infinite", problems)
     assert "attempt gone-3</b><span>its save failed: the process is gone" in problems
@@ -188,9 +188,7 @@ def test_the_page_is_written_beside_tags_alone(
 ) -> None:
     """Never inside one, which is said before anything is read; as a whole or not at all; its size is in bytes."""
     page = tmp_path / "page.html"
-    before = sorted(run.rglob("*"))
-    assert 0 == main(["report", str(run), "-o", str(page), "--no-cache"])
-    assert before == sorted(run.rglob("*")), "statistics are stored unless they are not wanted"
+    assert 0 == main(["report", str(run), "-o", str(page)])
     assert f"; {size(page.stat().st_size)}" in capsys.readouterr().out
     assert [page] == list(tmp_path.iterdir())
 
@@ -251,7 +249,7 @@ def test_a_tag_to_resume_from_is_looked_for(tmp_path: Path, capsys: pytest.Captu
         ("0", "Last complete tag: step_3", "the latest tag; its bytes and values were not looked at"),
         ("1", "Resume from step_0", "step_3 has values that are not finite in 9 tensors: load 'step_0' by name"),
     ):
-        assert 0 == main(["report", str(tmp_path), "--json", "--no-cache", "--count", count])
+        assert 0 == main(["report", str(tmp_path), "--json", "--count", count])
         line = json.loads(capsys.readouterr().out)["head"][1]
         assert (title, text) == (line["title"], line["text"])
 

@@ -182,6 +182,6 @@ def test_sizes_do_not_matter(tmp_path: Path) -> None:
 
 def test_tags_of_nxd_are_counted(golden: Path) -> None:
     """As its ranks hold their tensors, since it does not say how they are cut."""
-    found = checkpoint_statistics(open_checkpoint(saved(golden, CONFIGURATIONS[0]).directory), cache=False)
+    found = checkpoint_statistics(open_checkpoint(saved(golden, CONFIGURATIONS[0]).directory))
     assert {} == found.problems
     assert all(one.norm > 0 for name, one in found.tensors.items() if name.startswith("model/"))

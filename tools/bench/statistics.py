@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from nxd_ckpt import Checkpointer, checkpoint_statistics, open_checkpoint
+from nxd_ckpt import Checkpointer, open_checkpoint
+from nxd_ckpt.examine.statistics import count_anew
 from tools.bench.convert import ENVIRONMENT, MIB
 from tools.bench.host import cache, evict, make_durable
 from tools.bench.results import ratios
@@ -64,8 +65,8 @@ def _used() -> float:
 
 
 def count(directory: Path, tag: str) -> None:
-    """With nothing kept before or after."""
-    checkpoint_statistics(open_checkpoint(directory, tag), cache=False)
+    """With nothing that was kept before."""
+    count_anew(open_checkpoint(directory, tag), False)
 
 
 def read(folder: Path, threads: int) -> None:
