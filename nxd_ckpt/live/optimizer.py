@@ -43,7 +43,7 @@ def open_optimizer(
     zero1_optimizer: bool = False,
     topology: Topology | None = None,
 ) -> OptimizerAdapter:
-    """Return the adapter of ``optimizer``, recognised by its attributes; NxD's wrappers are removed.
+    """Return the adapter of ``optimizer``, recognised by its attributes; NxD's and accelerate's wrappers are removed.
 
     Names come from ``param_names`` (per param group), else from the identity of ``model``'s parameters, else from names
     that torch keeps in the groups. ``zero1_optimizer``: a dict, or an optimizer of another kind, has state of this rank
@@ -155,8 +155,8 @@ def _names_in(
 
 def _unwrapped(optimizer: Any, called: str = "optimizer=") -> Any:
     inner = optimizer
-    # NxD's wrapper has no state of its own; other wrappers (Lookahead) do, and are saved themselves.
-    while hasattr(inner, "nxd_config") and hasattr(inner, "optimizer"):
+    # NxD's and accelerate's wrappers have no state of their own; others (Lookahead) do, and are saved themselves.
+    while hasattr(inner, "optimizer") and any(hasattr(inner, name) for name in ("nxd_config", "accelerator_state")):
         inner = inner.optimizer
     if isinstance(inner, type) or not callable(getattr(inner, "state_dict", None)) or is_model(inner):
         kind = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"a {type(optimizer).__name__}"

@@ -138,6 +138,16 @@ class NxDWrapper(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
 
+class AcceleratedOptimizer(NxDWrapper):
+    """accelerate's wrapper, as optimum-neuron's trainer passes it."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.accelerator_state = optimizer, object()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+
 class _Reading:
     """The reader that a checkpoint's would be: gives tensors of their own, or fills the adapter's."""
 

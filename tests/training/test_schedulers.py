@@ -10,7 +10,7 @@ from torch import nn
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.testing import check_resume
-from tests.live.doubles import ExpertShardedOptimizer, NxDWrapper, ShardedOptimizer
+from tests.live.doubles import AcceleratedOptimizer, ExpertShardedOptimizer, NxDWrapper, ShardedOptimizer
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refusal
 from tests.training.model import zero1
@@ -63,6 +63,8 @@ KINDS: dict[str, Callable[[Groups], Any]] = {
     "NxD's wrapper of torch": lambda groups: NxDWrapper(adamw(groups)),
     "NxD's wrapper of ZeRO-1": lambda groups: NxDWrapper(sharded(groups)),
     "NxD's wrapper of expert ZeRO-1": lambda groups: NxDWrapper(expert_sharded(groups)),
+    "accelerate's wrapper of ZeRO-1": lambda groups: AcceleratedOptimizer(sharded(groups)),
+    "accelerate's wrapper of NxD's of ZeRO-1": lambda groups: AcceleratedOptimizer(NxDWrapper(sharded(groups))),
 }
 
 
@@ -100,7 +102,7 @@ def test_a_resumed_run_steps_as_the_uninterrupted_one(kind: str) -> None:
         return model, optimizer, SCHEDULERS[scheduler](optimizer)
 
     how: dict[str, Any] = {"save": save_dict, "load": load_dict} if kind == "dict" else {}
-    for scheduler in list(SCHEDULERS)[:: 3 if kind.startswith("NxD") else 1]:
+    for scheduler in list(SCHEDULERS)[:: 3 if "wrapper" in kind else 1]:
         check_resume(lambda scheduler=scheduler: make(scheduler), step, new_process=False, **how)  # type: ignore[misc]
 
 
