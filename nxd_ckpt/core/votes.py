@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nxd_ckpt.core import document
@@ -228,12 +228,18 @@ def unlike(
 ) -> tuple[int, int] | None:
     """Return two ranks that share the writing of one replica, with other digests of it; None if there are none.
 
-    ``replicas`` are the digests of all ranks, ``leader_of`` as for `judge`.
+    ``replicas`` are the digests of all ranks, ``leader_of`` as for `judge`. Between "|" in them are digests of parts of
+    which the first ep rank writes what is no expert's: it must have the same ones.
     """
+    common = [{*(replica or "").split("|")[1::2]} for replica in replicas]
     for rank, replica in enumerate(replicas):
         leader = _leader(rank, topology) if leader_of is None else leader_of[rank]
         if replica != replicas[leader]:
             return leader, rank
+        at = topology.coordinates_of(rank)
+        first = topology.rank_of(replace(at, dp_rank=0))
+        if not common[rank] <= common[first]:
+            return first, rank
     return None
 
 

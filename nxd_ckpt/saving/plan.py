@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -143,11 +144,12 @@ def plan_save(
         else:
             shares.discard("optimizer")
     leads = topology.rank == group[0] and topology.tp_rank == 0
+    shared = {part: own for part, own in state.trees().items() if part in shares}
     return SavePlan(
         shared=tuple(files),
         objects=plan_objects(state, topology),
         parts=parts,
-        replica="".join(own.forms for part, own in state.trees().items() if part in shares),
+        replica="".join(own.forms + _common(part, own, topology) for part, own in shared.items()),
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
         left_out=state.left_out,
@@ -218,6 +220,14 @@ def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collec
         compares = topology.ep_rank > 0 or owners.get(number) == topology.rank  # the others compare more anyway
         if number in owners and number not in experts and compares:
             yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], f"{part} of all ep ranks")
+
+
+def _common(part: str, state: State, topology: Topology) -> str:
+    """Return a digest of what this ep rank refers to in the files of the first one, by number; see `votes.unlike`."""
+    experts = _experts(state, topology)
+    leaves = enumerate(iter_tensors(state.tree) if topology.ep > 1 else ())
+    forms = [(tid, state.tensors[path].name, form_of(leaf)) for tid, (path, leaf) in leaves if tid not in experts]
+    return f"|{part} {sha256(repr(forms).encode()).hexdigest()[:32]}|" if forms else ""
 
 
 def _numbers(part: str, state: State, writes: int) -> Iterator[Replica]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from nxd_ckpt import Checkpointer, convert, load_keys, open_checkpoint
+from nxd_ckpt import Checkpointer, Topology, convert, load_keys, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
@@ -66,6 +66,14 @@ def _layer_of(rank: int) -> dict[str, nn.Module]:
     return {f"layer_{rank}": nn.Linear(3, 3 + rank)}
 
 
+def _experts(count: int, *, idle: bool = False) -> dict[str, nn.Module]:
+    """Experts of an ep rank, before a layer of all ranks."""
+    experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(count))
+    for one in experts.parameters():
+        vars(one).update(expert_model_parallel=True, idle=idle)
+    return {"experts": experts, "head": nn.Linear(3, 3)}
+
+
 KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Any]] = {
     "an adapter of rank 1": (lambda rank: {"adapter": nn.Linear(3, 2)} if rank == 1 else {}, _adam),
     "an adapter of rank 0": (lambda rank: {"adapter": nn.Linear(3, 2)} if rank == 0 else {}, _adam),
@@ -83,10 +91,14 @@ KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Any]] = {
     "owned parameters": (lambda rank: {}, _of_owned),
     "param groups": (lambda rank: {}, _in_groups),
 }
+OF_EXPERTS: dict[str, tuple[Callable[[int], dict[str, Any]], Any]] = {
+    "more experts": (lambda rank: _experts(1 + rank % 2), _adam),
+    "an expert that never stepped": (lambda rank: _experts(1, idle=bool(rank % 2)), _adam),
+}
 
 
 def _made(kind: str, rank: int) -> tuple[Any, Any]:
-    more, optimizer = KINDS[kind]
+    more, optimizer = {**KINDS, **OF_EXPERTS}[kind]
     model = Net(**more(rank))
     return model, optimizer(model, rank)
 
@@ -94,7 +106,7 @@ def _made(kind: str, rank: int) -> tuple[Any, Any]:
 def _step(model: Any, optimizer: Any) -> None:
     for group in optimizer.param_groups:
         for one in group["params"]:
-            one.grad = torch.ones_like(one)
+            one.grad = None if getattr(one, "idle", False) else torch.ones_like(one)
     optimizer.step()
     for one in model.buffers():
         one.add_(1)
@@ -108,11 +120,11 @@ def _facts(model: Any, optimizer: Any) -> str:
     return repr((sorted(model.state_dict().items()), extra, groups, options))
 
 
-def saves(rank: int, directory: Path, kind: str, first: int, how: dict[str, Any]) -> list[str]:
+def saves(rank: int, directory: Path, kind: str, first: int, how: dict[str, Any], ep: int = 1) -> list[str]:
     """Saves, the first after ``first`` steps, that did not come back to fresh objects, or that failed."""
     live = _made(kind, rank)
     expected, wrong = {}, []
-    with Checkpointer(directory) as checkpointer:
+    with Checkpointer(directory, topology=Topology(dp=4, ep=ep, rank=rank)) as checkpointer:
         for number in range(3):
             if number >= first:
                 _step(*live)
@@ -139,6 +151,14 @@ def test_each_rank_gets_its_own_back(
 ) -> None:
     """Into fresh objects, also if no optimizer has stepped yet. The saves were refused."""
     assert [[]] * 4 == gloo_ranks.run(saves, tmp_path, kind, first, how)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_each_ep_rank_gets_its_own_back(gloo_ranks: RankPool, tmp_path: Path, first: int) -> None:
+    """With use_xser, which keeps for all ep ranks what is no expert's: the tags did not load, or one save was refused.
+    """
+    for kind in (*KINDS, *OF_EXPERTS):
+        assert [[]] * 4 == gloo_ranks.run(saves, tmp_path / kind, kind, first, {"use_xser": True}, 2), kind
 
 
 def other_objects(rank: int, directory: Path) -> list[str]:
