@@ -30,7 +30,6 @@ class _Store:
     """The content that all storages of one name share. ``writers`` are those that neither closed nor aborted."""
 
     files: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-    folders: set[str] = field(default_factory=set)
     writers: list[_MemoryWriter] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -41,18 +40,16 @@ _stores: dict[str, _Store] = {}
 class MemoryStorage(Storage):
     """Keys in memory, shared by all storages of the same ``name`` in this process; without a name, a new store.
 
-    By default it is an object store, as awkward as the contract allows, so that code which works here works elsewhere:
-    a writer reads the given memory as late as it may, a key that was taken meanwhile is refused when the writer closes,
-    times are whole seconds. ``renames=True`` makes it a file system: empty directories, renames, and times that can be
-    set.
+    It is an object store, as awkward as the contract allows, so that code which works here works elsewhere: a writer
+    reads the given memory as late as it may, a key that was taken meanwhile is refused when the writer closes, times
+    are whole seconds. For a file system there is `LocalStorage`.
     """
 
     duplicates = True
 
-    def __init__(self, name: str | None = None, renames: bool = False) -> None:
+    def __init__(self, name: str | None = None) -> None:
         self.name: str = name if name is not None else uuid.uuid4().hex[:12]
         self.url: str = f"memory://{self.name}"
-        self.renames = renames
         self.concurrency = 2
         self.read_nbytes = 3 * CRC_BLOCK
         self._store = _stores.setdefault(self.name, _Store())
@@ -82,7 +79,7 @@ class MemoryStorage(Storage):
 
     def is_dir(self, key: str) -> bool:
         with self._store.lock:
-            return key in self._store.folders or any(self._below(key))
+            return any(self._below(key))
 
     def is_file(self, key: str) -> bool:
         with self._store.lock:
@@ -92,9 +89,7 @@ class MemoryStorage(Storage):
         prefix = f"{key}/" if key else ""
         with self._store.lock:
             files = [name[len(prefix) :].partition("/") for name in self._below(key)]
-            made = {name[len(prefix) :].partition("/")[0] for name in self._store.folders if name.startswith(prefix)}
-        entries = {DirEntry(name, bool(slash)) for name, slash, _ in files}
-        return sorted(entries | {DirEntry(name, True) for name in made})
+        return sorted({DirEntry(name, bool(slash)) for name, slash, _ in files})
 
     def write(self, key: str, data: bytes) -> None:
         with self._store.lock:
@@ -120,27 +115,6 @@ class MemoryStorage(Storage):
             self._put(key, data)
             return True
 
-    def make_dir(self, key: str) -> None:
-        if self.renames and key:
-            parts = key.split("/")
-            with self._store.lock:
-                self._store.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
-
-    def rename(self, source: str, target: str) -> None:
-        if not self.renames:
-            super().rename(source, target)
-        with self._store.lock:
-            if self.is_file(target) or self.is_dir(target):
-                raise FileExistsError(f"cannot rename {self.url}/{source} to {target}: it exists")
-            if not (self.is_file(source) or self.is_dir(source)):
-                raise FileNotFoundError(f"{self.url}/{source} does not exist")
-            for key in [source, *self._below(source)]:
-                if key in self._store.files:
-                    self._store.files[target + key[len(source) :]] = self._store.files.pop(key)
-            for folder in {name for name in self._store.folders if name == source or name.startswith(f"{source}/")}:
-                self._store.folders.remove(folder)
-                self._store.folders.add(target + folder[len(source) :])
-
     def remove(self, key: str) -> None:
         self.remove_if(key, lambda: True)
 
@@ -153,9 +127,6 @@ class MemoryStorage(Storage):
             for name, file in files.items():
                 if self._store.files.get(name) is file:
                     del self._store.files[name]
-            self._store.folders = {
-                name for name in self._store.folders if name != key and not name.startswith(f"{key}/")
-            }
         return True
 
     def discard_unfinished(self, key: str) -> None:
@@ -164,11 +135,6 @@ class MemoryStorage(Storage):
 
     def time(self, key: str) -> float:
         return self._file(key)[1]
-
-    def set_time(self, key: str, seconds: float) -> None:
-        if self.renames:
-            with self._store.lock:
-                self._store.files[key] = (self.read(key), seconds)
 
     def version(self, key: str) -> Version:
         data = self._file(key)[0]
@@ -207,9 +173,7 @@ class MemoryStorage(Storage):
             return self._store.files[key]
 
     def _put(self, key: str, data: bytes) -> None:
-        now = time.time()
-        self._store.files[key] = (bytes(data), now if self.renames else float(int(now)))
-        self.make_dir(key.rpartition("/")[0])
+        self._store.files[key] = (bytes(data), float(int(time.time())))
 
 
 class _MemoryWriter:

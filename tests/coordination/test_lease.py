@@ -157,9 +157,9 @@ def test_the_heartbeat_is_there_before_the_lease(storage: LocalStorage) -> None:
 
 
 @pytest.mark.parametrize("renames", [True, False])
-def test_who_takes_over_beats_at_once(renames: bool) -> None:
+def test_who_takes_over_beats_at_once(tmp_path: Path, renames: bool) -> None:
     """Instead of the dead job, whose last beat would say nothing of the new one."""
-    place = MemoryStorage(renames=renames)
+    place: Storage = LocalStorage(tmp_path, durable=False) if renames else MemoryStorage()
     write(place, ABROAD)
     beat(place, ABROAD, 7)
     held = lease.acquire(place, "two", 0.1)
@@ -459,9 +459,9 @@ def test_a_heartbeat_that_fails_is_followed_by_others(storage: LocalStorage, nam
 
 @pytest.mark.usefixtures("three_beats")
 @pytest.mark.parametrize("renames", [True, False])
-def test_a_damaged_lease_is_written_anew_by_its_holder(renames: bool) -> None:
+def test_a_damaged_lease_is_written_anew_by_its_holder(tmp_path: Path, renames: bool) -> None:
     """And not twice."""
-    place = MemoryStorage(renames=renames)
+    place: Storage = LocalStorage(tmp_path, durable=False) if renames else MemoryStorage()
     held, log = lease.acquire(place, "one", 1.0), list[Operation]()
     place.write(LEASE, b"{")
     Heartbeat(HookedStorage(place, log.append), held, 1.0)
@@ -473,9 +473,9 @@ def test_a_damaged_lease_is_written_anew_by_its_holder(renames: bool) -> None:
 @pytest.mark.usefixtures("three_beats")
 @pytest.mark.parametrize("renames", [True, False])
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_take_over_while_a_holder_beats_is_not_undone(renames: bool, damaged: bool) -> None:
+def test_a_take_over_while_a_holder_beats_is_not_undone(tmp_path: Path, renames: bool, damaged: bool) -> None:
     """Not one between its look and its writing, of a lease that it would have written anew either."""
-    place = MemoryStorage(renames=renames)
+    place: Storage = LocalStorage(tmp_path, durable=False) if renames else MemoryStorage()
     held = lease.acquire(place, "one", 1.0)
     if damaged:
         place.write(LEASE, b"{")
@@ -501,9 +501,9 @@ def test_on_a_store_a_heartbeat_makes_no_lease_anew(store: MemoryStorage) -> Non
 
 @pytest.mark.usefixtures("three_beats")
 @pytest.mark.parametrize("renames", [True, False])
-def test_a_heartbeat_that_is_gone_comes_back(renames: bool) -> None:
+def test_a_heartbeat_that_is_gone_comes_back(tmp_path: Path, renames: bool) -> None:
     """Somebody removed it."""
-    place = MemoryStorage(renames=renames)
+    place: Storage = LocalStorage(tmp_path, durable=False) if renames else MemoryStorage()
     held = lease.acquire(place, "one", 1.0)
     place.remove(HEARTBEAT)
     Heartbeat(place, held, 1.0)

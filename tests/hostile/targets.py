@@ -37,6 +37,8 @@ from nxd_ckpt.layouts.torch_dcp import DcpFiles, read_metadata
 from nxd_ckpt.layouts.weight_files import INDEX
 from nxd_ckpt.migrate.optimum_metadata import read_metadata as read_optimum
 from nxd_ckpt.storage.archive_storage import find_members
+from nxd_ckpt.storage.base import Storage
+from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.tag.digest_lists import DIGESTS
 from nxd_ckpt.tag.directory import clash, is_checkpoint_of_ours_or_nxd, list_tags
 from nxd_ckpt.testing.storage import MemoryStorage
@@ -104,9 +106,11 @@ def _vote(data: bytes) -> None:
         raise_error_of(vote)
 
 
-def _holding(files: dict[str, bytes], renames: bool = True) -> MemoryStorage:
+def _holding(files: dict[str, bytes], renames: bool = True) -> Storage:
     """A directory with one good tag, and ``files``."""
-    storage = MemoryStorage("hostile" if renames else "hostile store", renames)
+    storage: Storage = MemoryStorage("hostile store")
+    if renames:
+        storage = LocalStorage(Path(_SCRATCH.name, f"tags-{os.getpid()}"), durable=False)
     storage.remove("")
     for key, data in {f"step_3/{MANIFEST}": valid.MANIFESTS[0], f"step_3/{DONE}": b"1", **files}.items():
         storage.write(key, data)

@@ -42,7 +42,7 @@ def complete_tags(storage: Storage) -> list[str]:
 def value_in(store: MemoryStorage, tag: str) -> int:
     """Which save a tag holds; loads and verifies it."""
     model: dict[str, torch.Tensor] = {}
-    content = Checkpointer(store.url, storage=MemoryStorage(store.name, store.renames)).load(tag, model)
+    content = Checkpointer(store.url, storage=MemoryStorage(store.name)).load(tag, model)
     expected = weights(content["value"], 0)
     assert all(torch.equal(expected[name], model[name]) for name in expected)
     return int(content["value"])

@@ -146,9 +146,9 @@ def test_what_is_in_memory_only_in_part_is_written(two: Path) -> None:
     ],
     ids=lambda value: errno.errorcode[value.errno or 0] if isinstance(value, OSError) else value,
 )
-def test_where_nothing_can_be_linked_it_is_written(name: str, error: OSError) -> None:
+def test_where_nothing_can_be_linked_it_is_written(tmp_path: Path, name: str, error: OSError) -> None:
     """File systems without links, with few, a parent that goes away or cannot be read: the save is as any."""
-    storage, log = MemoryStorage(renames=True), list[Operation]()
+    storage, log = LocalStorage(tmp_path), list[Operation]()
     hooked = HookedStorage(storage, chained(log.append, failing(name, "*model/*", error)))
     with Checkpointer("run", storage=hooked) as saver:
         for step, tag in enumerate("ab"):

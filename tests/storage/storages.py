@@ -23,8 +23,7 @@ def s3(server: S3Server, **options: object) -> Storage:
 MAKERS: dict[str, Maker] = {
     "local": lambda path, server: LocalStorage(path),
     "local, not durable": lambda path, server: LocalStorage(path, durable=False),
-    "memory, store": lambda path, server: MemoryStorage(),
-    "memory, file system": lambda path, server: MemoryStorage(renames=True),
+    "memory": lambda path, server: MemoryStorage(),
     "fsspec": lambda path, server: open_storage(f"memory://{uuid.uuid4().hex}/run"),
     "s3": lambda path, server: s3(server),
     "hooked s3": lambda path, server: HookedStorage(s3(server), lambda operation: None),

@@ -33,7 +33,7 @@ class TestFsspec(StorageContract):
         return MAKERS["fsspec"](tmp_path, s3_server)
 
 
-@pytest.mark.parametrize("name", ["local", "memory, store", "fsspec", "s3"])
+@pytest.mark.parametrize("name", ["local", "memory", "fsspec", "s3"])
 def test_a_reader_whose_file_was_replaced_goes_on_or_says_so(name: str, tmp_path: Path, s3_server: S3Server) -> None:
     """On a disk it goes on with the file that it opened; in a store, where that is gone, it says so."""
     storage = MAKERS[name](tmp_path / "run", s3_server)

@@ -18,14 +18,9 @@ from typing import Any
 
 from nxd_ckpt import effects
 from nxd_ckpt.effects import in_forked_children, logger
+from nxd_ckpt.formats.crc32 import crc32 as continued
 from nxd_ckpt.storage.s3.bucket import TOKEN, Bucket, ConditionFailed
 from nxd_ckpt.storage.wrapper import pause_after
-
-try:
-    from isal.isal_zlib import crc32 as _crc32
-except ImportError:  # no wheel for this platform
-    from zlib import crc32 as _crc32
-
 
 _BLOCK = 2**20
 """Bytes that are sent at once: a timeout counts for all of them."""
@@ -65,7 +60,7 @@ def crc32(views: Sequence[memoryview]) -> str:
     """Return the CRC-32 of all pieces, one after the other, in S3's form."""
     value = 0
     for view in views:
-        value = _crc32(view, value)
+        value = continued(view, value)
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
