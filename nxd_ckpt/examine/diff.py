@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxd_ckpt.checkpoint import Checkpoint, open_checkpoint
+from nxd_ckpt.core.manifest import FileEntry
+from nxd_ckpt.core.names import RANK_STATE_DIR
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.errors import IncompatibleState, InvalidArgument, PartLost, PartNotFound, as_checkpoint_errors
 from nxd_ckpt.formats.tensors import Assembly
@@ -149,6 +151,13 @@ class _TensorComparison:
         return list(dict.fromkeys(zip(a, b, strict=True)))
 
 
+def _rank_states(tag: Checkpoint) -> list[FileEntry]:
+    """Return the sizes and digests of the files of what ranks saved for themselves, in order of ranks."""
+    ranks = range(tag.topology.world_size if tag.opened.per_rank else 0)
+    indexes = [tag.opened.index(tag.topology.coordinates_of(rank)) for rank in ranks]
+    return [entry for index in indexes for file, entry in index.files.items() if file.startswith(RANK_STATE_DIR)]
+
+
 def _without_name(message: str, name: str) -> str:
     """Return the message without ``name``, or a part of it, in front."""
     head, _, rest = message.partition(": ")
@@ -255,6 +264,9 @@ def _difference(a: Checkpoint, b: Checkpoint, prefixes: Sequence[str], full: boo
         return not prefixes or any(fnmatchcase(name, f"{prefix}*") for prefix in prefixes)
 
     problems: dict[str, str] = {}
+    if _rank_states(a) != _rank_states(b):
+        own = dict.fromkeys([*a.opened.per_rank, *b.opened.per_rank])
+        problems |= {name: f"{name} is not compared: each rank's own was saved" for name in own}
     values_a, values_b = (plain_values(tag.whole, problems) for tag in (a, b))
     names = [name for name in dict.fromkeys([*values_a, *values_b]) if is_selected(name)]
     comparison = _TensorComparison(a.whole, b.whole, is_selected, full)

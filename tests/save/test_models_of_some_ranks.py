@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from nxd_ckpt import Checkpointer, Topology, convert, load_keys, open_checkpoint
+from nxd_ckpt import Checkpointer, Topology, convert, diff_checkpoints, load_keys, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.tag.verify import verify_checkpoint
 from tests.support.rank_pool import RankPool
@@ -200,6 +200,24 @@ def test_other_jobs_are_refused_by_name(gloo_ranks: RankPool, tmp_path: Path) ->
         checkpoint.read("optim/first.bias/exp_avg")
     with pytest.raises(CheckpointError, match=r"model/adapter\.bias"):
         convert(tmp_path, tmp_path / "files", to="files")
+
+
+def of_one(rank: int, directory: Path) -> None:
+    model = Net(**({"adapter": nn.Linear(3, 2)} if rank == 1 else {}))
+    with Checkpointer(directory) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, model)
+            if rank == 1 and step:
+                model.get_parameter("adapter.bias").detach().add_(1)
+
+
+def test_diff_tells_that_what_one_rank_alone_has_is_not_compared(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """It said that two tags are the same, of which a rank's adapter had changed."""
+    gloo_ranks.run(of_one, tmp_path)
+    assert not diff_checkpoints(tmp_path / "step_2", tmp_path / "step_2")
+    assert {"model/adapter.bias is not compared: each rank's own was saved"} <= {
+        *diff_checkpoints(tmp_path / "step_1", tmp_path / "step_2").problems
+    }
 
 
 def empty(rank: int, directory: Path, on: int, how: dict[str, Any]) -> str:
