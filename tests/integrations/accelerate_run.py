@@ -30,6 +30,10 @@ class AnyWorldSize(Background):
     any_world_size = True
 
 
+class Normed(AnyWorldSize):
+    """Trains a model with statistics of each rank's data."""
+
+
 class Job:
     """A model under dropout, with what trains it. Each rank has dropout of its own."""
 
@@ -40,7 +44,7 @@ class Job:
         project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = kind(cpu=True, project_config=project, **options)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-        if "fsdp_plugin" not in options:  # which DDP gives to all ranks before each step
+        if kind is Normed:  # whose statistics DDP gives to all ranks before each step
             model.append(torch.nn.BatchNorm1d(1))
         made = optimizer(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
@@ -150,7 +154,7 @@ def whole_state(model: Any, optimizer: Any) -> list[list[float]]:
 def saved(rank: int, directory: Path, sharded: bool) -> list[list[float]]:
     """The whole state after two steps, which are saved."""
     with fresh():
-        job = Job(directory, **(fsdp2() if sharded else {}))
+        job = Job(directory, AnyWorldSize if sharded else Normed, **(fsdp2() if sharded else {}))
         job.run(2)
         return whole_state(job.model, job.optimizer)
 
@@ -158,7 +162,8 @@ def saved(rank: int, directory: Path, sharded: bool) -> list[list[float]]:
 def taken_over(rank: int, directory: Path, sharded: bool, allowed: bool) -> list[list[float]]:
     """The whole state that is loaded, by one that allows another world size or not. It then goes on for a step."""
     with fresh():
-        job = Job(directory, AnyWorldSize if allowed else Background, **(fsdp2() if sharded else {}))
+        job = Job(directory, AnyWorldSize if sharded else Normed, **(fsdp2() if sharded else {}))
+        job.accelerator.any_world_size = allowed
         job.resume()
         loaded = whole_state(job.model, job.optimizer)
         job.run(1)
