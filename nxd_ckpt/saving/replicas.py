@@ -286,10 +286,13 @@ class Replicas:
     def look(self, wave: Wave, views: Sequence[memoryview], files: Sequence[PlannedFile]) -> None:
         """Take from a staged wave of ``files`` what is compared: one without a name is not written."""
         sampled = self._sampled
+        looked_at = {file for file, _ in sampled}
+        # A rank that writes for all keeps nothing for itself.
+        may_keep = bool(self.compared) or any(values.writes != self.rank for values in self.values)
         for span, view in zip(wave, views, strict=True):
             image = files[span.file].image
-            for storage, first, last, at in span.tensors(image):
-                if not span.is_part:
+            for storage, first, last, at in span.tensors(image) if may_keep or span.file in looked_at else ():
+                if may_keep and not span.is_part:
                     self._staged[id(image.tensors[storage])] = view[at : at + last - first]
                 if not files[span.file].key:
                     self._blocks.setdefault(storage, []).extend(block_crcs(view[at : at + last - first]))
