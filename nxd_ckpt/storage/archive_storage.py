@@ -168,7 +168,8 @@ def _walked(file: _Headers, where: str) -> dict[str, Member]:
                 members[name] = Member(info.offset_data, info.size, float(info.mtime))
             end = archive.offset
     except tarfile.TarError as error:
-        other = None if last else document.instead_of_data(file.bytes_at(0, min(document.HEAD, file.size)))
+        is_cut = bool(last) or file.size < tarfile.BLOCKSIZE  # the name in a header that is cut off would be a text
+        other = None if is_cut else document.instead_of_data(file.bytes_at(0, min(document.HEAD, file.size)))
         if other is not None:
             raise MalformedFile(f"{where}: expected a tar archive, found {other}") from error
         raise _truncated(where, f"after {last or 'its beginning'}: {error}", file.size) from error

@@ -177,7 +177,7 @@ HOSTILE = {
     "file as directory": (archive_of(("step_1", b"1"), ("step_1/done", b"2")), "is a file"),
     "long header": (_claiming("2000000000"), "at most 1048576|empty header"),  # Python 3.14 sees it first
     "headers of headers": (_claiming("0") * 2000, "after its beginning"),
-    "no archive": (b"x" * 2000, "truncated or damaged"),
+    "no archive": (b"x" * 2000, "expected a tar archive, found a text"),
     "empty": (b"", "truncated or damaged"),
 }
 
