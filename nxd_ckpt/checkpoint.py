@@ -285,6 +285,7 @@ def load_keys(
 
     Raises:
         KeyMismatch: there is no such name; suggests the closest one. Raised before any tensor is read.
+        IncompatibleState: ranks saved other values of that name, each its own.
         CheckpointError: the errors of `Checkpoint.read`.
     """
     shared, opening = split_options(DownloadOptions, options)
@@ -297,6 +298,8 @@ def load_keys(
     with ExitStack() as copies:
         checkpoint = _open_arguments(path, OpenOptions(**opening)).open(tag, copied if downloads.pre_download else None)
         values = _values_of(checkpoint, names)
+        own = (name for name in names if name in values)
+        refuse_per_rank(checkpoint.opened, *own, instead="a load on the ranks of the save gives each its own")
         kept = copies.pop_all()  # for as long as the iterator reads from them
     return _read_each(checkpoint, names, values, kept)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from nxd_ckpt import Checkpointer, Topology, list_checkpoints, open_checkpoint
+from nxd_ckpt import Checkpointer, Topology, list_checkpoints, load_keys, open_checkpoint
 from nxd_ckpt.core.votes import SAMPLES, WHOLE
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, IncompatibleState
 from nxd_ckpt.saving.replicas import Replica, Replicas, Values
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.logged import logged
@@ -193,8 +193,10 @@ def test_other_sizes_are_refused_by_name(gloo_ranks: RankPool, tmp_path: Path) -
         advised = ast.literal_eval(str(refused.value).partition("ignore_keys=")[2])
         checkpointer.load(1, live["model"], live["optimizer"], ignore_keys=["model/*", "scheduler", *advised])
         checkpointer.load(1, live["model"], ignore_keys=["model/large", "model/small", "model/seen", "model/_extra*"])
-    names = open_checkpoint(tmp_path, "step_1").manifest.per_rank  # type: ignore[union-attr]
-    assert "scheduler/objects/scheduler/base_lrs" in names
+    rates = "scheduler/objects/scheduler/base_lrs"
+    assert rates in open_checkpoint(tmp_path, "step_1").manifest.per_rank  # type: ignore[union-attr]
+    with pytest.raises(IncompatibleState, match="each its own"):
+        load_keys(tmp_path, [f"{rates}/0"], "step_1")
     saved = torch.load(tmp_path / "step_1" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt", weights_only=False)
     assert torch.allclose(Net().small, saved["small"] + 0.1, atol=0.01)  # readable as before: rank 0's, after one step
 
