@@ -174,6 +174,7 @@ def _plan_part(
     group = owners
     if alone:
         group = owners[:1]
+    if alone and topology.ep > 1:
         described = {path: about._replace(expert=False) for path, about in own.tensors.items()}
         own = replace(own, describe=lambda: described)  # each ep rank's file has all that is in it
     is_common = part == "model" or state.optimizer_kind in (None, "plain")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -453,6 +453,7 @@ ANY = st.sampled_from([*chain(*CHAINS.values())])
 
 @settings(max_examples=6, deadline=None)
 @given(st.booleans(), st.lists(ANY, min_size=2, max_size=8))
+@example(True, [argument("partitions", {"middle.weight": Partition(expert=True)}), entry_added])
 def test_many_changes_in_any_order(tmp_path_factory: pytest.TempPathFactory, use_xser: bool, steps: list[Step]) -> None:
     """Changes that undo, hide or add to each other."""
     found = trained()
