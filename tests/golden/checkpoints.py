@@ -41,7 +41,8 @@ class Saved:
 
     @property
     def tags(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir())
+        """Not what a load of another test has noted beside them."""
+        return sorted(path.name for path in self.directory.iterdir() if not path.name.startswith("."))
 
     @property
     def topologies(self) -> list[Topology]:
