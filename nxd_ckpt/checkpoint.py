@@ -28,7 +28,7 @@ from nxd_ckpt.formats.tensors import Assembly
 from nxd_ckpt.keywords import LoadKeysKeywords, OpenKeywords
 from nxd_ckpt.live.parameters import refuse_fake_mode
 from nxd_ckpt.loading.load_attempt import download, open_cache
-from nxd_ckpt.loading.rank_state import held_by
+from nxd_ckpt.loading.rank_state import tree_of_rank
 from nxd_ckpt.options.execution import DownloadOptions, OpenOptions
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag, plain_values
 from nxd_ckpt.storage.base import Storage
@@ -188,13 +188,13 @@ class Checkpoint:
             PartNotFound: it was saved without a model, or a tensor is in no file.
         """
         with self._opened.guarded():
-            return self._read_held("model", rank)
+            return self._read_of_rank("model", rank)
 
     @as_checkpoint_errors
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """Return the optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
         with self._opened.guarded():
-            return self._read_held("optimizer", rank)
+            return self._read_of_rank("optimizer", rank)
 
     @as_checkpoint_errors
     def scheduler_state(self) -> Any:
@@ -213,10 +213,10 @@ class Checkpoint:
         with self._opened.guarded():
             return self._opened.rank_content(rank)
 
-    def _read_held(self, part: str, rank: int) -> dict[str, Any]:
-        held, tree = held_by(self._opened, part, rank)
+    def _read_of_rank(self, part: str, rank: int) -> dict[str, Any]:
         refuse_fake_mode()
-        state: dict[str, Any] = held.read_all(tree)
+        opened, tree = tree_of_rank(self._opened, part, rank)
+        state: dict[str, Any] = opened.read_all(tree)
         return state
 
     def _read(self, tree: Any) -> Any:

@@ -23,8 +23,8 @@ class StateTensor(NamedTuple):
     "optim/#3/exp_avg" where the parameter's name is unknown. ``spec`` is the parameter that the tensor is shaped like
     (this rank's part, not yet cut by ZeRO-1), None for scalars and unknown shapes. ``shard`` of ``shards`` is the
     ZeRO-1 cut of ``spec.shape`` along dimension 0. Equal ``tie`` means the same memory: stored once. ``expert``: the
-    tensor belongs to an expert parameter, whatever its shape. ``placed`` is a DTensor's position on its mesh. ``given``
-    are ranks of the job that get the first one's value before the next use.
+    tensor belongs to an expert parameter, whatever its shape. ``placed`` is a DTensor's position on its mesh.
+    ``broadcast_ranks`` are ranks of the job that get the first one's value before the next use.
     """
 
     name: str
@@ -34,7 +34,7 @@ class StateTensor(NamedTuple):
     tie: Hashable | None = None
     expert: bool = False
     placed: Placed | None = None
-    given: tuple[int, ...] = ()
+    broadcast_ranks: tuple[int, ...] = ()
 
     def pieces(self, topology: Topology, shape: Iterable[int]) -> tuple[Piece, ...] | None:
         """Return the parts of the global tensor that this rank's tensor of ``shape`` is; None if unknown."""

@@ -25,6 +25,7 @@ from nxd_ckpt.live.load_hooks import ModuleHooks, has_module_of, loads_as_a_whol
 from nxd_ckpt.live.model_names import gathered_names, name_in_stage, names_in_stage, replicated, without_replication
 from nxd_ckpt.live.parallel_layers import layer_partitions
 from nxd_ckpt.live.parameters import (
+    broadcast_ranks,
     find_ties,
     has_address,
     materialize,
@@ -36,7 +37,6 @@ from nxd_ckpt.live.parameters import (
     plain_address,
     refuse_unsupported,
     spec_of,
-    synchronised,
     traits_of,
 )
 from nxd_ckpt.live.torch_xla import copy_in
@@ -69,10 +69,9 @@ class ModelAdapter:
                     f"model/{name} has no shape yet, as it is a lazy module's: run a first batch through the model"
                 )
         ties = self._ties
-        tensors = self._tensors
         kept = self.kept()
         frozen = Frozen({name: self.live[live] for name, live in kept.items()} | self.notes(), _stride_to_note)
-        given = self.synchronised()
+        broadcast = self.broadcast_ranks()
 
         def describe() -> dict[Path, StateTensor]:
             described = {}
@@ -80,7 +79,8 @@ class ModelAdapter:
                 spec = state.parameters.get(name := "/".join(map(str, path)))
                 expert = spec is not None and spec.partition.expert
                 live = kept.get(name, name)
-                about = StateTensor(f"model/{name}", spec, tie=ties.get(live), expert=expert, given=given.get(live, ()))
+                ranks = broadcast.get(live, ())
+                about = StateTensor(f"model/{name}", spec, tie=ties.get(live), expert=expert, broadcast_ranks=ranks)
                 described[path] = frozen.placed(about, leaf)
             return described
 
@@ -88,12 +88,12 @@ class ModelAdapter:
             specs = self.parameters(tp)
             return {name: specs[live] for name, live in kept.items() if live in specs}
 
-        traits = [traits_of(tensor) for tensor in tensors.values()]
-        cache_key = tp, traits, self.layer_cuts(tp), ties, given, frozen.cache_key()
+        traits = [traits_of(tensor) for tensor in self._tensors.values()]
+        cache_key = tp, traits, self.layer_cuts(tp), ties, broadcast, frozen.cache_key()
         state = ModelState(frozen.tree, describe, cache_key, frozen.is_placed, specify=specify)
         return state
 
-    def synchronised(self) -> dict[str, tuple[int, ...]]:
+    def broadcast_ranks(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks that get the first one's value before the next use, by the buffer's name."""
         return {}
 
@@ -329,7 +329,7 @@ class ModuleModel(ModelAdapter):
     """
 
     def __init__(self, model: Any, may_be_meta: bool = False) -> None:
-        self._given = synchronised(model)
+        self._broadcast = broadcast_ranks(model)
         model = own_root(model)
         local = getattr(model, "local_state_dict", None)
         self._is_stage = callable(local)
@@ -381,8 +381,8 @@ class ModuleModel(ModelAdapter):
             return set(map(id, self._own_by_name.values()))
         return {id(tensor) for module in self._modules for tensor in (*module.parameters(), *module.buffers())}
 
-    def synchronised(self) -> dict[str, tuple[int, ...]]:
-        return {name: self._given[id(tensor)] for name, tensor in self._tensors.items() if id(tensor) in self._given}
+    def broadcast_ranks(self) -> dict[str, tuple[int, ...]]:
+        return {name: ranks for name, tensor in self._tensors.items() if (ranks := self._broadcast.get(id(tensor)))}
 
     def parameter_names(self) -> dict[int, str]:
         """Return names by the id of the live parameter, also of parameters that ``state_dict()`` leaves out."""

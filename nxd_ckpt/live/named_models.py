@@ -80,8 +80,8 @@ class NamedModels(ModelAdapter):
         adapter, own = self._at(name)
         return super().attributed(name) if adapter is None else adapter.attributed(own)
 
-    def synchronised(self) -> dict[str, tuple[int, ...]]:
-        return self._joined(lambda adapter: adapter.synchronised())
+    def broadcast_ranks(self) -> dict[str, tuple[int, ...]]:
+        return self._joined(lambda adapter: adapter.broadcast_ranks())
 
     def layer_cuts(self, tp: int) -> dict[str, Partition | None]:
         return self._joined(lambda adapter: adapter.layer_cuts(tp))

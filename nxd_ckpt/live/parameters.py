@@ -318,7 +318,7 @@ def _partition_of(tensor: torch.Tensor, tp: int) -> Partition:
         return Partition(expert=expert, known=False)
 
 
-def synchronised(model: Any) -> dict[int, tuple[int, ...]]:
+def broadcast_ranks(model: Any) -> dict[int, tuple[int, ...]]:
     """Return the ranks that get a buffer of the first of them before the next use, by the buffer's id.
 
     DistributedDataParallel gives it to them.

@@ -146,13 +146,13 @@ class Comparison:
         if not live.nbytes:
             return True
         expected = self._digest(saved)
-        found = digest_at_once(live) if is_at_once(live) else None
+        actual = digest_at_once(live) if is_at_once(live) else None
         if expected is None:
             self.find(kind, name, "it was not read", by_user)
-        elif found is None:
+        elif actual is None:
             self._digests.add(name, live, partial(self._judge, kind, name, saved, expected, by_user))
-        elif found != expected:
-            self._judge(kind, name, saved, expected, by_user, found)
+        elif actual != expected:
+            self._judge(kind, name, saved, expected, by_user, actual)
         return True
 
     def _judge(self, kind: str, name: str, saved: Leaf, expected: int, by_user: bool, found: int) -> None:

@@ -151,15 +151,16 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
     return RankState(opened.where, leaves, paths, meshes, absent, on)
 
 
-def held_by(opened: OpenTag, part: str, rank: int) -> tuple[OpenTag, dict[str, Any]]:
-    """Return the tree of a part as the global ``rank`` held it, and the tag that its tensors are read from."""
-    held, at = opened, opened.topology.coordinates_of(rank)
+def tree_of_rank(opened: OpenTag, part: str, rank: int) -> tuple[OpenTag, dict[str, Any]]:
+    """Return the tree of a part as the global ``rank`` had it, and the tag that its tensors are read from."""
+    at = opened.topology.coordinates_of(rank)
+    view, own = opened, RankState()
     if opened.per_rank:
-        held = OpenTag(opened.storage, opened.tag, opened._layout, opened.manifest, opened.identity)
-        held.rank = rank
-    tree = held.model_tree(at) if part == "model" else held.optimizer_tree(at)
-    own = rank_state(held, held.topology.at(rank), Filter(LoadOptions()), [part]) if opened.per_rank else RankState()
-    return held, own.put_into(part, tree, held.optimizer_names(at) if part == "optimizer" else None)
+        view = OpenTag(opened.storage, opened.tag, opened._layout, opened.manifest, opened.identity)
+        view.rank = rank
+        own = rank_state(view, view.topology.at(rank), Filter(LoadOptions()), [part])
+    tree = view.model_tree(at) if part == "model" else view.optimizer_tree(at)
+    return view, own.put_into(part, tree, view.optimizer_names(at) if part == "optimizer" else None)
 
 
 def _chosen(name: str, leaf: Any, filtered: Filter) -> Any:

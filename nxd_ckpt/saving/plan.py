@@ -205,8 +205,8 @@ def _copies(
     ranks = tuple(rank if topology.members is None else topology.members[rank] for rank in group)
     for number, (path, leaf) in enumerate(iter_tensors(state.tree) if len(group) > 1 else ()):
         if number in owners:
-            is_given = owners[number] == group[0] and state.tensors[path].given == ranks
-            writes, what = (topology.rank, "given") if is_given else (owners[number], part)
+            is_broadcast = owners[number] == group[0] and state.tensors[path].broadcast_ranks == ranks
+            writes, what = (topology.rank, "broadcast") if is_broadcast else (owners[number], part)
             yield Replica.of(part, number, state.tensors[path].name, leaf, writes, what)
 
 

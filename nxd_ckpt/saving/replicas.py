@@ -186,7 +186,11 @@ class Own:
                 raise RanksDisagree(
                     f"the model has {here} on this rank, and {there} on rank {values.writes}; {REPLICAS_ALIKE}"
                 )
-            path, value = values.by_name.get(name, ((), self))
+            if name not in values.by_name:
+                kept.add(name)
+                self.absent.append(name)
+                continue
+            path, value = values.by_name[name]
             if isinstance(value, Container) and not values.is_plain(value):
                 if name == OPTIMIZER:
                     raise RanksDisagree(
@@ -195,9 +199,6 @@ class Own:
                     )
                 continue
             kept.add(name)
-            if value is self:
-                self.absent.append(name)
-                continue
             self.leaves[name] = map_tensors(value.tree, own_value) if isinstance(value, Container) else value
             self.paths[name] = list(path)
             if name == OPTIMIZER:
@@ -388,7 +389,7 @@ class Replicas:
 
         def own_value(tensor: torch.Tensor) -> torch.Tensor | None:
             copy = copy_of[id(tensor)]
-            value = self._held(copy)
+            value = self._as_saved(copy)
             if value is None:
                 own.lost.append(copy.name)
             return value
@@ -406,7 +407,7 @@ class Replicas:
             key = copy.claim(how)
             differs = key in theirs and mine.get(key, {}).get(copy.name) != theirs[key].get(copy.name)
             if differs and not is_below(copy.name, apart):
-                own.keep(copy, self._held(copy), self._paths)
+                own.keep(copy, self._as_saved(copy), self._paths)
         for key, others in theirs.items():
             for name in others if not Claim.of(key).what.endswith(VALUES) else ():
                 if not (name in self._names or name in self.of_rank or is_below(name, apart)):
@@ -418,7 +419,7 @@ class Replicas:
         """The paths of the tensors of each part."""
         return {each.part: [path for path, _ in iter_tensors(each.tree, torch.Tensor)] for each in self.values}
 
-    def _held(self, copy: Replica) -> torch.Tensor | None:
+    def _as_saved(self, copy: Replica) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
         tensor = self.tensors[copy.part][copy.number]
         staged = self._staged.get(id(tensor)) if copy.nbytes else memoryview(b"")  # no wave has empty ones

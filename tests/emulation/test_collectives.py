@@ -95,7 +95,7 @@ def sums_of_own_groups(rank: int) -> list[torch.Tensor]:
 
 
 def test_each_rank_makes_its_own_group_alone(xla_ranks: RankPool) -> None:
-    """As neuronx-distributed makes groups on the backend "xla", and passes them to xla_model.
+    """Groups are made on the backend "xla" and passed to xla_model, by neuronx-distributed's calls.
 
     c10d then gives those of other ranks the same name.
     """

@@ -235,7 +235,7 @@ def test_a_rank_without_any_of_it_is_refused(gloo_ranks: RankPool, tmp_path: Pat
 
 
 def more_on_rank_0(rank: int, directory: Path, kind: str) -> list[bool]:
-    """Whether saves come back after which rank 0 gets one more tensor, where all others are each rank's own."""
+    """True if saves come back after which rank 0 gets one more tensor, where all others are each rank's own."""
     right = []
     own, more = torch.ones(rank + 1), torch.ones(3)
     with Checkpointer(directory) as checkpointer:
@@ -260,7 +260,7 @@ def test_a_tensor_of_rank_0_beside_those_that_differ_goes_to_no_other(
 
 
 def on_mesh(rank: int, directory: Path, later: bool) -> list[str]:
-    """What saves of DTensors say beside plain tensors of some ranks, and which did not come back."""
+    """The refusals of saves of DTensors beside plain tensors of some ranks, and the saves that did not come back."""
 
     def made() -> Any:
         own = {"frozen": nn.Linear(3, 1 + rank).requires_grad_(False), **({"late": torch.ones(2)} if rank == 2 else {})}

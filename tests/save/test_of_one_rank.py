@@ -221,7 +221,7 @@ def test_files_of_another_rank_alone_are_refused(gloo_ranks: RankPool, tmp_path:
 
 
 def other_form(rank: int, directory: Path, is_dtype: bool) -> list[str]:
-    """What saves of shared writing say of a tensor that is of another form on rank 2 from the second one on."""
+    """The errors of saves of shared writing of a tensor that is of another form on rank 2 from the second one on."""
     own = _full(1)
     if rank == 2:
         own = own.double() if is_dtype else torch.ones(3)

@@ -141,7 +141,7 @@ def test_filters_and_other_jobs(gloo_ranks: RankPool, tmp_path: Path) -> None:
 
 
 def masters(rank: int, directory: Path, on: tuple[int, ...], own: bool, use_xser: bool) -> list[bool]:
-    """Whether saves of master weights come back that some ranks keep, beside state that differs if it is ``own``."""
+    """True if master weights that some ranks keep come back, beside state that differs if it is ``own``."""
     right = []
     with Checkpointer(directory) as checkpointer:
         for step in range(3):
