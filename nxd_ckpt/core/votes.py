@@ -236,10 +236,10 @@ def unlike(
         leader = _leader(rank, topology) if leader_of is None else leader_of[rank]
         if replica != replicas[leader]:
             return leader, rank
-        at = topology.coordinates_of(rank)
-        first = topology.rank_of(replace(at, dp_rank=0))
-        if not common[rank] <= common[first]:
-            return first, rank
+        if common[rank]:
+            first = topology.rank_of(replace(topology.coordinates_of(rank), dp_rank=0))
+            if not common[rank] <= common[first]:
+                return first, rank
     return None
 
 
