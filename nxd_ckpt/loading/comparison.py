@@ -145,15 +145,18 @@ class Comparison:
             return False
         if not live.nbytes:
             return True
+        self.compare_bytes(kind, name, saved, live, by_user)
+        return True
+
+    def compare_bytes(self, kind: str, name: str, saved: Leaf, live: torch.Tensor, by_user: bool) -> None:
+        """Compare the bytes of a tensor that has the form of ``saved``, or begin to."""
         expected = self._digest(saved)
-        actual = digest_at_once(live) if is_at_once(live) else None
         if expected is None:
             self.find(kind, name, "it was not read", by_user)
-        elif actual is None:
+        elif is_at_once(live):
+            self._judge(kind, name, saved, expected, by_user, digest_at_once(live))
+        else:
             self._digests.add(name, live, partial(self._judge, kind, name, saved, expected, by_user))
-        elif actual != expected:
-            self._judge(kind, name, saved, expected, by_user, actual)
-        return True
 
     def _judge(self, kind: str, name: str, saved: Leaf, expected: int, by_user: bool, found: int) -> None:
         if found == expected:
@@ -246,6 +249,10 @@ class _Tensor(NamedTuple):
     take: Callable[[int], None]
 
 
+_Block = tuple[list[int], int, memoryview]
+"""Digests of a tensor's blocks, the number of one of them, and its bytes."""
+
+
 class LiveDigests:
     """Digests of the row-major bytes of tensors, on the host and on devices.
 
@@ -257,8 +264,7 @@ class LiveDigests:
         self._reader = reader
         self._everything = everything
         self._tensors: list[_Tensor] = []
-        self._blocks: list[tuple[list[int], int, memoryview]] = []
-        self._blocks_nbytes = 0
+        self._on_host: list[tuple[str, _Tensor, memoryview]] = []
         self._on_device: list[tuple[_Tensor, torch.Tensor]] = []
         self._on_device_nbytes = 0
 
@@ -268,16 +274,22 @@ class LiveDigests:
         if not tensor.is_cpu:
             if self._everything or nbytes <= SMALL:
                 self._add_on_device(_Tensor(nbytes, [], take), tensor)
-        elif not _is_dense(tensor):
+        elif not is_dense(tensor):
             item = self._added(_Tensor(nbytes, [], take))
             self._reader.call(name, partial(_digest_copy, item.crcs, tensor.detach()))
         else:
-            self._add_blocks(name, self._added(_Tensor(nbytes, [0] * -(-nbytes // BLOCK), take)), byte_view(tensor))
+            item = self._added(_Tensor(nbytes, [0] * -(-nbytes // BLOCK), take))
+            self._on_host.append((name, item, byte_view(tensor)))
 
     def finish(self) -> None:
-        """Compute all digests, and hand them over."""
+        """Compute all digests, and hand them over.
+
+        Those on the host are begun here: a thread that wants the interpreter back after each block, while this one
+        looks at tensors, holds up both.
+        """
         self._transfer()
-        self._compute("the last tensors")
+        for name, blocks in self._batches():
+            self._reader.call(name, partial(_digest, blocks))
         self._reader.finish()
         tensors = self._tensors
         self._tensors = []
@@ -288,20 +300,24 @@ class LiveDigests:
         self._tensors.append(item)
         return item
 
-    def _add_blocks(self, name: str, item: _Tensor, memory: memoryview) -> None:
-        for number in range(len(item.crcs)):
-            block = memory[number * BLOCK : (number + 1) * BLOCK]
-            self._blocks.append((item.crcs, number, block))
-            self._blocks_nbytes += len(block)
-            if self._blocks_nbytes >= BLOCK:
-                self._compute(name)
-
-    def _compute(self, name: str) -> None:
-        blocks = self._blocks
-        self._blocks = []
-        self._blocks_nbytes = 0
+    def _batches(self) -> Iterator[tuple[str, list[_Block]]]:
+        """Yield blocks of tensors on the host, about as many bytes each time, and the name of the last tensor."""
+        waiting = self._on_host
+        self._on_host = []
+        blocks: list[_Block] = []
+        nbytes = 0
+        name = ""
+        for name, item, memory in waiting:
+            for number in range(len(item.crcs)):
+                block = memory[number * BLOCK : (number + 1) * BLOCK]
+                blocks.append((item.crcs, number, block))
+                nbytes += len(block)
+                if nbytes >= BLOCK:
+                    yield name, blocks
+                    blocks = []
+                    nbytes = 0
         if blocks:
-            self._reader.call(name, partial(_digest, blocks))
+            yield name, blocks
 
     def _add_on_device(self, item: _Tensor, tensor: torch.Tensor) -> None:
         if self._on_device_nbytes + item.nbytes > _TOGETHER:
@@ -319,7 +335,7 @@ class LiveDigests:
 
 def is_at_once(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on the host, dense, and small: its digest is best taken on this thread."""
-    return tensor.nbytes <= _AT_ONCE and tensor.is_cpu and _is_dense(tensor)
+    return tensor.nbytes <= _AT_ONCE and tensor.is_cpu and is_dense(tensor)
 
 
 def digest_at_once(tensor: torch.Tensor) -> int:
@@ -327,12 +343,12 @@ def digest_at_once(tensor: torch.Tensor) -> int:
     return crc32(bytes_at(tensor.nbytes)(tensor.data_ptr()))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor on the host has its row-major bytes."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def _digest(blocks: list[tuple[list[int], int, memoryview]]) -> None:
+def _digest(blocks: list[_Block]) -> None:
     for crcs, number, block in blocks:
         crcs[number] = crc32(block)
 

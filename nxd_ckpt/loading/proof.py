@@ -45,7 +45,7 @@ from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
 from nxd_ckpt.live.plain import name_of_rows
 from nxd_ckpt.live.state_names import SECTIONS, entries_beside, is_in, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
-from nxd_ckpt.loading.comparison import Comparison, Digests, digest_at_once, is_at_once, recorded_digest
+from nxd_ckpt.loading.comparison import Comparison, Digests, digest_at_once, is_at_once, is_dense, recorded_digest
 from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
 from nxd_ckpt.loading.trees import LoadTrees
 from nxd_ckpt.reshard.summary import ABSENT
@@ -112,14 +112,14 @@ class Provenance:
         return verdict[0]
 
     def form(self, name: str, spec: ParameterSpec | None, leaf: Any, live: Any) -> Any:
-        """Return all that is compared of a small tensor on the host, but its bytes.
+        """Return all that is compared of a tensor on the host, but its bytes.
 
         None for a tensor that was not read by its own name, or has other strides than the saved one.
         """
         stored = self._reader.entry(leaf) if isinstance(leaf, TensorStub) else None
         if stored is None or not self._is_named(name, stored.name):
             return None
-        if type(live) not in PLAIN or not is_at_once(live) or live.stride() != leaf.stride:
+        if type(live) not in PLAIN or not (live.is_cpu and is_dense(live)) or live.stride() != leaf.stride:
             return None
         there = stored.dtype, stored.shape, id(stored.pieces), leaf.dtype, leaf.shape, leaf.stride
         return live.dtype, live.shape, id(spec), there
@@ -308,7 +308,8 @@ class Proof(Comparison):
         placed = live.placed([name for name in trees.names if name in values])
         provenance = Provenance(self._context.opened, self._context.topology, self._reader, known.aliases)
         seen_by_users = trees.seen_by_users
-        forms = set[Any]()  # of tensors that are in their place: of others of one form, only the bytes are compared
+        # Forms of tensors that are in their place, and whether these are small: of others, only the bytes are compared.
+        forms: dict[Any, bool] = {}
         for name in trees.names:
             leaf = trees.model_tree[name]
             value = values.get(name, ABSENT)
@@ -320,9 +321,12 @@ class Proof(Comparison):
                 message = f"it was one tensor with {before.aliases(name)}, and is one with {live.aliases(name)} now"
                 self.find("ties", what, message, by_user)
             form = provenance.form(what, specs.get(name), leaf, value)
-            if form in forms and digest_at_once(value) == leaf.storage.crc32:
+            is_small = forms.get(form)
+            if is_small and digest_at_once(value) == leaf.storage.crc32:
                 continue  # as nearly all
-            if not isinstance(leaf, (TensorStub, Assembly)):
+            if is_small is False:
+                self.compare_bytes("weights", what, leaf, value, by_user)
+            elif not isinstance(leaf, (TensorStub, Assembly)):
                 self.compare("weights", what, leaf, value, by_user)
             elif self.compare_tensors("weights", what, leaf, value, by_user):
                 about = StateTensor(what, specs.get(name), placed=placed.get((name,)))
@@ -330,7 +334,7 @@ class Proof(Comparison):
                 if fault is not None:
                     self.find("weights", what, fault, by_user)
                 elif form is not None and provenance.is_own(about, leaf):
-                    forms.add(form)
+                    forms[form] = is_at_once(value)
             if what not in self._before and isinstance(value, torch.Tensor):  # this load made it, and chose its strides
                 self._compare_stride(what, leaf, value)
         left = {*trees.missing, *trees.left}
