@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,14 +13,12 @@ import torch
 
 from nxd_ckpt.conversion.result import Converted, ConvertedTensor
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, in_turns, on_all
-from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core import document
 from nxd_ckpt.core.name_patterns import Renaming
 from nxd_ckpt.core.parameter_names import CONFIG, is_adapter
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
-    InvalidArgument,
     PartNotFound,
     TopologyMismatch,
     UnsupportedState,
@@ -29,24 +26,19 @@ from nxd_ckpt.errors import (
 from nxd_ckpt.formats.safetensors import TensorForm
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import HfTensor
-from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
+from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapping import ModelMapping
 from nxd_ckpt.hugging_face.mappings import (
     PREFIX,
     AdapterMapping,
-    adapter_mapping,
-    find_mapping,
-    text_config,
-    with_head_of,
 )
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.layouts.weight_files import INDEX
 from nxd_ckpt.layouts.whole_files import OPTIMIZER, OPTIMIZER_DOCUMENT, OPTIMIZER_INDEX
-from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.image_writer import write_images
-from nxd_ckpt.output.locations import Location, locate_apart
+from nxd_ckpt.output.locations import Location
 from nxd_ckpt.output.model_files import (
     ModelFile,
     WeightFile,
@@ -54,18 +46,13 @@ from nxd_ckpt.output.model_files import (
     index_of,
     json_file,
     plan_weight_files,
-    read_config,
-    read_tokenizer,
-    with_config,
     with_dtype,
 )
 from nxd_ckpt.output.output import Output
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.storage.progress import Counter, report, watched
-from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
 from nxd_ckpt.tag.recognise import ADAPTER_SHARDS
 from nxd_ckpt.tag.side_by_side import Matched, windows
 
@@ -121,93 +108,49 @@ def _pairs(mapped: MappedTag) -> Iterator[Matched[str]]:
             yield Matched(tensor.source.name, tensor.source.name, ((0, first), (0, other)))
 
 
-def to_hf(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
-    """Make ``dst``, a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads, of a tag's model.
+def write_hf(export: Export, agreement: Agreement, chosen: ConvertOptions) -> Converted:
+    """Write a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads. Collective.
 
-    With ``optimizer`` the optimizer's state is beside the model, without a cast: ``optimizer.safetensors`` (or shards),
-    with tensors ``NAME/exp_avg`` and so on, and optimizer.json with param groups, steps and all other values. An
-    adapter becomes PEFT's files.
+    With an optimizer its state is beside the model, without a cast: ``optimizer.safetensors`` (or shards), with tensors
+    ``NAME/exp_avg`` and so on, and optimizer.json with param groups, steps and all other values. An adapter becomes
+    PEFT's files.
 
     Raises:
         KeyMismatch: no rule maps a name (with the closest rules), or the tag lacks tensors. Not in a dry run.
-        ShapeMismatch, TopologyMismatch: tensors or sizes do not fit this config.json and mapping, or copies of
-            key-value heads differ.
+        ShapeMismatch, TopologyMismatch: tensors or sizes do not fit this config.json and mapping.
         DtypeMismatch: a value does not fit into ``dtype``.
         PartNotFound, OptimizerMismatch: the optimizer was not saved, or its parameters have no names.
         UnsupportedState, IncompatibleState: the optimizer has state of another kind, or ranks differ in it.
     """
     started = time.monotonic()
-
-    def prepare(converted: bool = False) -> _Job:
-        return _prepared(source, dst, chosen, converted)
-
-    with joint_agreement(chosen.all_ranks, chosen.timeout) as agreement:
-        job = on_all(agreement, prepare)
-        save = agreement.broadcast(job.opened.save)
-        on_all(agreement, lambda: job.opened.require_save(save))
-        if chosen.dry_run:
-            return on_all(agreement, job.summary)
-        by_converter = partial(prepare, converted=True)
-        if job.mapped.sizes.kv_size_multiplier > 1 and decided_by_rank0(
-            agreement, lambda: are_converted(job.opened, job.mapped, lambda: by_converter().mapped)
-        ):
-            job = on_all(agreement, by_converter)
-        output = on_all(agreement, lambda: _ready(job, chosen))
-        done = job.summary(_write(job, output, agreement, chosen.progress))
-        if agreement.rank == 0:
-            report("converted", f"{source.root.path} to {job.target.path}", done.nbytes, started)
-        return done
-
-
-def _prepared(source: Source, dst: StrPath, chosen: ConvertOptions, converted: bool) -> _Job:
-    """Plan the export; with ``converted``, key-value heads are in the order of NxD's converter."""
-    target = locate_apart(dst, source.place, chosen.written_with)
-    files = [] if chosen.config is None else read_config(os.fspath(chosen.config), chosen.storage_options)
-    config = text_config(config_in(files))
-    mapping = find_mapping(chosen.mapping, config)
-    renaming = chosen.renaming
-    renaming.validate()
-    if not renaming and config != config_in(files):
-        files = with_config(files, config)
-    if chosen.tokenizer is not None:
-        others = read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
-        files = list({file.name: file for file in (*others, *files)}.values())
-    sizes = mapping.sizes(config, chosen.kv_size_multiplier or 1, chosen.hardware or "trn1")
-    opened = source.open()
-    refuse_per_rank(opened, "model")
-    names = chosen.saved_param_names
-    with opened.guarded():
-        opened = unwrapped(opened, mapping) if chosen.model is None else OneModelTag(opened, chosen.model)
-        mapping = with_head_of(mapping, config, opened.model_names())
-    if names is not None and isinstance(opened, RenamedTag):
-        names = opened.live_names(names)
-    sizes = replace(sizes, converted=converted, heads_of=opened.topology.tp if chosen.pad_attn_heads else 1)
-    with opened.guarded():
-        settings = settings_of(opened)
-        if settings is not None:
-            mapping = adapter_mapping(mapping, settings)
-            if renaming:
-                raise InvalidArgument("an adapter has the names of its base: leave out prefix= and key_mapping=")
-        mapped = MappedTag(opened, mapping, sizes, master_weights=chosen.master_weights, param_names=names)
-        mapped_optimizer = MappedOptimizer(opened, mapped) if chosen.optimizer else None
-    size = chosen.size_per_shard
-    return _Job(source, target, opened, mapping, mapped, mapped_optimizer, files, chosen.dtype, size, renaming)
+    save = agreement.broadcast(export.tag.save)
+    on_all(agreement, lambda: export.tag.require_save(save))
+    if chosen.dry_run:
+        return on_all(agreement, export.summary)
+    output = on_all(agreement, lambda: _ready(export, chosen))
+    done = export.summary(_write(export, output, agreement, chosen.progress))
+    if agreement.rank == 0:
+        report("converted", f"{export.source.root.path} to {export.target.path}", done.nbytes, started)
+    return done
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One export, in each of its processes. ``size`` is that of a weight file, in bytes."""
+class Export:
+    """One export, in each of its processes: of the translated ``tag``, with these small ``files``.
+
+    ``size`` is that of a weight file, in bytes.
+    """
 
     source: Source
     target: Location
-    opened: OpenTag
-    mapping: ModelMapping
-    mapped: MappedTag
-    optimizer: MappedOptimizer | None
+    tag: HuggingFaceTag
     files: Sequence[ModelFile]
-    dtype: str | None
     size: int
     renaming: Renaming
+
+    @property
+    def mapping(self) -> ModelMapping:
+        return self.tag.terms.mapping
 
     def _name(self, tensor: HfTensor | PackedTensor) -> str:
         """Return the name of a tensor, or of state of the optimizer, in the output."""
@@ -216,13 +159,13 @@ class _Job:
 
     @cached_property
     def _forms(self) -> list[TensorForm]:
-        tensors = self.mapped.file_tensors
-        return [TensorForm(self._name(each), cast_dtype(each.dtype, self.dtype), each.shape) for each in tensors]
+        tensors = self.tag.mapped.file_tensors
+        dtype = self.tag.terms.dtype
+        return [TensorForm(self._name(each), cast_dtype(each.dtype, dtype), each.shape) for each in tensors]
 
     @cached_property
     def _state(self) -> list[TensorForm]:
-        entries = [] if self.optimizer is None else self.optimizer.tensors
-        return [TensorForm(self._name(entry), entry.dtype, entry.shape) for entry in entries]
+        return [TensorForm(self._name(entry), entry.dtype, entry.shape) for entry in self.tag.state_tensors]
 
     @cached_property
     def _weights(self) -> list[WeightFile]:
@@ -240,20 +183,11 @@ class _Job:
 
     @cached_property
     def tensors(self) -> dict[str, HfTensor | PackedTensor]:
-        entries = [] if self.optimizer is None else self.optimizer.tensors
-        return {self._name(tensor): tensor for tensor in (*self.mapped.file_tensors, *entries)}
+        return {self._name(tensor): tensor for tensor in (*self.tag.mapped.file_tensors, *self.tag.state_tensors)}
 
     def planned(self, file: WeightFile) -> PlannedFile:
         """Return the file with a leaf for each of its tensors."""
-        return file.planned(lambda name: self.mapped.assembly(self.tensors[name]))
-
-    def require_all(self) -> None:
-        """Check that all of it can be exported. Raises the errors of `MappedTag` and `MappedOptimizer`."""
-        self.mapped.require_all()
-        if self.optimizer is not None:
-            self.optimizer.require_all()
-        for file in self.weight_files:
-            _ = file.image  # raises here if it cannot be planned
+        return file.planned(lambda name: self.tag.mapped.assembly(self.tensors[name]))
 
     def summary(self, others: Mapping[str, int] | None = None) -> Converted:
         """Return the result, with the bytes of the files beside the weights once they are written."""
@@ -271,11 +205,9 @@ class _Job:
             self.source.writer.value,
             sum(files.values()),
             files=files | dict(others),
-            mapping=self.mapping.name,
-            step=None if self.optimizer is None else self.optimizer.steps,
             tensors=tensors,
-            unknown={name: tuple(self.mapping.closest(name)) for name in self.mapped.unknown},
-            missing=tuple(self.mapped.missing),
+            unknown={name: tuple(self.mapping.closest(name)) for name in self.tag.mapped.unknown},
+            missing=tuple(self.tag.mapped.missing),
         )
 
     @property
@@ -294,8 +226,8 @@ class _Job:
         else:
             base_model = config_in(self.files).get("_name_or_path")
             yield adapter_config(adapters.settings, [form.name for form in self._forms], base_model)
-        if self.optimizer is not None:
-            rest = self.optimizer.renamed(self.renaming.saved)
+        if self.tag.optimizer is not None:
+            rest = self.tag.optimizer.renamed(self.renaming.saved)
             yield ModelFile(OPTIMIZER_DOCUMENT, json_file({**rest, "files": len(self._moments)}))
         if len(self._moments) > 1:
             yield ModelFile(OPTIMIZER_INDEX, index_of(self._moments))
@@ -304,38 +236,38 @@ class _Job:
             yield ModelFile(INDEX, index_of(self._weights))
 
 
-def _ready(job: _Job, chosen: ConvertOptions) -> Output:
+def _ready(export: Export, chosen: ConvertOptions) -> Output:
     """Return the output, after checking that everything can be exported."""
-    if not job.opened.parts.model:
-        raise PartNotFound(f"{job.opened.where} was saved without a model, so there is nothing to export")
-    job.require_all()
-    return Output(job.target, chosen)
+    export.tag.require_all()
+    for file in export.weight_files:
+        _ = file.image  # raises here if it cannot be planned
+    return Output(export.target, chosen)
 
 
-def _write(job: _Job, output: Output, agreement: Agreement, progress: bool) -> Mapping[str, int]:
+def _write(export: Export, output: Output, agreement: Agreement, progress: bool) -> Mapping[str, int]:
     """Write the output, and return the bytes of the files beside the weights."""
     decided_by_rank0(agreement, output.begin)
-    mine = job.weight_files[agreement.rank :: agreement.world_size]
+    mine = export.weight_files[agreement.rank :: agreement.world_size]
     nbytes = sum(file.image.nbytes for file in mine)
     written = Counter()
     try:
         with watched("export", nbytes, lambda: written.nbytes, progress and agreement.rank == 0):
-            in_turns(agreement, [partial(_write_file, job, output, file, written) for file in mine])
-        return decided_by_rank0(agreement, lambda: _finish(job, output))
+            in_turns(agreement, [partial(_write_file, export, output, file, written) for file in mine])
+        return decided_by_rank0(agreement, lambda: _finish(export, output))
     except BaseException:
         if agreement.rank == 0:
             output.discard()
         raise
 
 
-def _write_file(job: _Job, output: Output, file: WeightFile, written: Counter) -> None:
-    with job.opened.guarded(), job.opened.reader() as reader:
-        write_images(reader, output.storage, output.folder, [[job.planned(file)]], written.add)
+def _write_file(export: Export, output: Output, file: WeightFile, written: Counter) -> None:
+    with export.tag.guarded(), export.tag.reader() as reader:
+        write_images(reader, output.storage, output.folder, [[export.planned(file)]], written.add)
 
 
-def _finish(job: _Job, output: Output) -> dict[str, int]:
+def _finish(export: Export, output: Output) -> dict[str, int]:
     sizes = {}
-    for file in job.last_files():
+    for file in export.last_files():
         sizes[file.name] = len(file.content)
         folder, _, _ = file.name.rpartition("/")
         if folder:

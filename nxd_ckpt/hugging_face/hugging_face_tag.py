@@ -71,6 +71,7 @@ class HuggingFaceTerms:
         both_names: True to have tied tensors under both names, as in a module's state dict, unlike in files.
         dtype: dtype that the model's floating-point numbers are cast to; None keeps theirs.
         optimizer: True to include the optimizer, if there is one.
+        master_weights: True to take its master weights, if there are any, for the model.
         scheduler: the scheduler's state dict, or None.
         content: the user content, or None.
     """
@@ -82,6 +83,7 @@ class HuggingFaceTerms:
     both_names: bool = False
     dtype: str | None = None
     optimizer: bool = True
+    master_weights: bool = True
     scheduler: Any = field(default=None, repr=False)
     content: Mapping[str, Any] | None = field(default=None, repr=False)
 
@@ -95,11 +97,13 @@ class HuggingFaceTag(OpenTag):
     def __init__(self, opened: OpenTag, terms: HuggingFaceTerms) -> None:
         super().__init__(opened.storage, opened.tag, opened._layout, None, opened.identity)
         self._opened = opened
-        self._terms = terms
+        self.terms: HuggingFaceTerms = terms
         names = terms.param_names
-        self._mapped = MappedTag(opened, terms.mapping, terms.sizes, master_weights=terms.optimizer, param_names=names)
+        self.mapped: MappedTag = MappedTag(
+            opened, terms.mapping, terms.sizes, master_weights=terms.master_weights, param_names=names
+        )
         has_optimizer = terms.optimizer and opened.parts.optimizer is not None
-        self._optimizer = MappedOptimizer(opened, self._mapped) if has_optimizer else None
+        self.optimizer: MappedOptimizer | None = MappedOptimizer(opened, self.mapped) if has_optimizer else None
         self._latest: tuple[HfTensor | PackedTensor, Assembly] | None = None
 
     def require_all(self) -> None:
@@ -108,20 +112,25 @@ class HuggingFaceTag(OpenTag):
         Also raises PartNotFound without a model.
         """
         if not self._opened.parts.model:
-            raise PartNotFound(f"{self.where} was saved without a model")
-        self._mapped.require_all()
-        if self._optimizer is not None:
-            self._optimizer.require_all()
+            raise PartNotFound(f"{self.where} was saved without a model, so there is nothing to translate")
+        self.mapped.require_all()
+        if self.optimizer is not None:
+            self.optimizer.require_all()
+
+    @property
+    def state_tensors(self) -> list[HfTensor | PackedTensor]:
+        """States of the optimizer that are shaped like a tensor of the model; none without an optimizer."""
+        return [] if self.optimizer is None else self.optimizer.tensors
 
     @property
     def general(self) -> bool:
         """True if the optimizer has state that belongs to no parameter."""
-        return self._optimizer is not None and "general" in self._optimizer.document
+        return self.optimizer is not None and "general" in self.optimizer.document
 
     @property
     def steps(self) -> int | None:
         """Number of steps that the optimizer has made; None if it does not count them."""
-        return None if self._optimizer is None else self._optimizer.steps
+        return None if self.optimizer is None else self.optimizer.steps
 
     @cached_property
     def topology(self) -> Topology:
@@ -131,16 +140,16 @@ class HuggingFaceTag(OpenTag):
     def parts(self) -> Parts:
         return Parts(
             model=True,
-            optimizer=None if self._optimizer is None else "plain",
-            scheduler=self._terms.scheduler is not None,
-            user_content=self._terms.content is not None,
+            optimizer=None if self.optimizer is None else "plain",
+            scheduler=self.terms.scheduler is not None,
+            user_content=self.terms.content is not None,
         )
 
     def scheduler(self) -> Any:
-        return self._terms.scheduler
+        return self.terms.scheduler
 
     def user_content(self) -> Any:
-        return self._terms.content
+        return self.terms.content
 
     def optimizer_names(self, at: Coordinates) -> list[str] | None:
         return [name for group in self.param_groups for name in group["params"]]
@@ -148,32 +157,32 @@ class HuggingFaceTag(OpenTag):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Options of the optimizer's param groups, with the names of their parameters; empty without an optimizer."""
-        groups = [] if self._optimizer is None else self._optimizer.document["param_groups"]
+        groups = [] if self.optimizer is None else self.optimizer.document["param_groups"]
         named = [{**group, "params": [self._name(name) for name in group["params"]]} for group in groups]
-        titan = self._terms.torchtitan
+        titan = self.terms.torchtitan
         return named if titan is None else [titan.group(group) for group in named]
 
     def reader(self) -> LeafReader:
         return self._opened.reader()
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
-        dtype = self._terms.dtype
-        tensors = {tensor.name: tensor for tensor in self._mapped.file_tensors}
-        if self._terms.both_names:
-            ties = self._mapped.ties.items()
+        dtype = self.terms.dtype
+        tensors = {tensor.name: tensor for tensor in self.mapped.file_tensors}
+        if self.terms.both_names:
+            ties = self.mapped.ties.items()
             tensors |= {name: tensors[kept] for name, kept in ties if kept in tensors and name not in tensors}
         names = {self._name(name): each for name, each in tensors.items()}
         tree = {name: self._leaf(name, each, cast_dtype(each.dtype, dtype)) for name, each in names.items()}
-        titan = self._terms.torchtitan
+        titan = self.terms.torchtitan
         for name, each in names.items():
             if titan is not None and (balance := titan.balance(name)) is not None:
                 tree.setdefault(balance, Assembly("float32", each.shape[:1], ()))
         return tree
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise PartNotFound(f"{self.where}: it was opened without an optimizer")
-        document = self._optimizer.document
+        document = self.optimizer.document
         numbers: dict[str, int] = {}
         groups = []
         for group in self.param_groups:
@@ -181,11 +190,11 @@ class HuggingFaceTag(OpenTag):
             numbers.update(zip(group["params"], own, strict=True))
             groups.append({**group, "params": list(own)})
         by_name = {self._name(name): dict(entries) for name, entries in document["state"].items()}
-        for tensor in self._optimizer.tensors:
+        for tensor in self.state_tensors:
             if tensor.entry is not None and tensor.entry != MASTER_WEIGHTS:
                 name = self._name(tensor.weight)
                 by_name.setdefault(name, {})[tensor.entry] = self._leaf(name, tensor, tensor.dtype)
-        titan = self._terms.torchtitan
+        titan = self.terms.torchtitan
         if titan is not None:
             together = [each for each in titan.fused(by_name) if each[0] in numbers]  # not in different param groups
             by_name |= {name: self._fused(parts, by_name) for name, parts in together}
@@ -193,7 +202,7 @@ class HuggingFaceTag(OpenTag):
         return restore_types({"state": {**state, **document.get("general", {})}, "param_groups": groups})
 
     def _name(self, name: str) -> str:
-        titan = self._terms.torchtitan
+        titan = self.terms.torchtitan
         return name if titan is None else titan.name(name)
 
     def _leaf(self, name: str, tensor: HfTensor | PackedTensor, dtype: str) -> Assembly:
@@ -205,17 +214,17 @@ class HuggingFaceTag(OpenTag):
         # The parts of a tensor are asked for one after the other, and that of all experts of a layer has hundreds.
         latest = self._latest
         if latest is None or latest[0] is not tensor:
-            latest = self._latest = tensor, self._laid_out(name, self._mapped.assembly(tensor))
+            latest = self._latest = tensor, self._laid_out(name, self.mapped.assembly(tensor))
         return latest[1].base.within(box).fragments
 
     def _laid_out(self, name: str, leaf: Assembly) -> Assembly:
-        titan = self._terms.torchtitan
-        return leaf if titan is None else laid_out(titan, name, leaf, self._terms.sizes)
+        titan = self.terms.torchtitan
+        return leaf if titan is None else laid_out(titan, name, leaf, self.terms.sizes)
 
     def _fused(self, names: tuple[str, str, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of q, k and v in one tensor, from that of each."""
-        titan = self._terms.torchtitan
-        sizes = self._terms.sizes
+        titan = self.terms.torchtitan
+        sizes = self.terms.sizes
         assert titan is not None
         entries = dict(state[names[0]])
         for key, leaf in entries.items():

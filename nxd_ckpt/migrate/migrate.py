@@ -12,9 +12,11 @@ from nxd_ckpt.conversion.result import Converted
 from nxd_ckpt.conversion.tag_writer import Job, write_tag
 from nxd_ckpt.conversion.to_dcp import write_dcp
 from nxd_ckpt.conversion.to_files import to_files
-from nxd_ckpt.conversion.to_hf import are_converted, to_hf
+from nxd_ckpt.conversion.to_hf import Export, are_converted, settings_of, write_hf
+from nxd_ckpt.coordination.agreement import decided_by_rank0, on_all
+from nxd_ckpt.coordination.rendezvous import joint_agreement
 from nxd_ckpt.core.dcp_names import DcpNames
-from nxd_ckpt.core.heads import HARDWARE
+from nxd_ckpt.core.heads import HARDWARE, Hardware
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, KeyMismatch, TopologyMismatch, UnsupportedState
 from nxd_ckpt.formats.tensors import StorageSpan, TensorStub, contiguous_stride, form_of
@@ -22,14 +24,14 @@ from nxd_ckpt.hugging_face.hugging_face_tag import HuggingFaceTag, HuggingFaceTe
 from nxd_ckpt.hugging_face.imported_model import ImportedModel, ImportTarget
 from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.mapping import ModelMapping
-from nxd_ckpt.hugging_face.mappings import find_mapping, shipped_mappings, text_config
+from nxd_ckpt.hugging_face.mappings import adapter_mapping, find_mapping, shipped_mappings, text_config, with_head_of
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.hugging_face.torchtitan_names import TorchTitanNames
-from nxd_ckpt.loading.load_attempt import RenamedTag
+from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
 from nxd_ckpt.migrate.origin import find_origin
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import locate_apart, locate_output
-from nxd_ckpt.output.model_files import config_in, read_config
+from nxd_ckpt.output.model_files import config_in, read_config, read_tokenizer, with_config
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.dcp_state import DcpState
@@ -38,11 +40,12 @@ from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 from nxd_ckpt.tag.recognise import Program
 
 
 class Translation:
-    """A source in the terms of Hugging Face, or of TorchTitan: for `to_hf`, or as a tag of one rank.
+    """A source in the terms of Hugging Face, or of TorchTitan: as files of a model, or as a tag of one rank.
 
     If NxD's optimizer kept master weights, they are that tag's model.
     """
@@ -51,14 +54,16 @@ class Translation:
         # Whether an optimizer was saved tells the order of copies of key-value heads, though it is left out.
         self._source = source if source.optimizer else replace(source, optimizer=None)
         self._chosen, self._origin = chosen, find_origin(self._source, chosen)
-        self._config = self._origin.config if chosen.config is None else os.fspath(chosen.config)
-        self._mapping = self._origin.mapping if chosen.mapping is None else chosen.mapping
+        self._to_files = chosen.to == "hf"
+        config = self._origin.config if chosen.config is None else os.fspath(chosen.config)
+        self._files = [] if config is None else read_config(config, chosen.storage_options)
+        self._config = text_config(config_in(self._files))
 
     def _check(self) -> None:
         """Raise unless all of it can be translated."""
         self._tag.require_all()
         if self._origin.imported is None:
-            refuse_other_model(self._origin.opened, self.terms)
+            refuse_other_model(self._opened, self.terms)
         if self._chosen.to == "torchtitan" and self.step is None and self._tag.parts.optimizer is not None:
             raise UnsupportedState(
                 f"{self._origin.place.path} has an optimizer without a count of steps, but TorchTitan continues at a "
@@ -89,84 +94,129 @@ class Translation:
     def terms(self) -> HuggingFaceTerms:
         origin = self._origin
         chosen = self._chosen
-        files = [] if self._config is None else read_config(self._config, chosen.storage_options)
-        config = text_config(config_in(files))
-        mapping = completed(find_mapping(self._mapping, config), config)
+        mapping = self._mapping
         names = origin.param_names if chosen.saved_param_names is None else chosen.saved_param_names
-        if names is not None and isinstance(origin.opened, RenamedTag):
-            names = origin.opened.live_names(names)
-        whole = chosen.optimizer is not False
-        sizes = self._sizes(mapping, config)
-        titan = TorchTitanNames(config, chosen.torchtitan_release) if chosen.to == "torchtitan" else None
+        if names is not None and isinstance(self._opened, RenamedTag):
+            names = self._opened.live_names(names)
+        whole = chosen.optimizer is not False and not self._to_files
+        hardware, converted = self._order
+        titan = TorchTitanNames(self._config, chosen.torchtitan_release) if chosen.to == "torchtitan" else None
         return HuggingFaceTerms(
             mapping if titan is None else replace(mapping, packed=mapping.packed + titan.packed),
-            sizes,
+            replace(self._sizes(hardware), converted=converted),
             names,
             torchtitan=titan,
             both_names=chosen.to in ("dcp", "torchtitan"),  # torch DCP asks for all names of a live module
             dtype=chosen.dtype,
-            optimizer=whole,
+            optimizer=whole or chosen.optimizer is True,
+            master_weights=whole or chosen.master_weights,
             scheduler=origin.scheduler if whole else None,
             content=origin.content if whole else None,
         )
 
     @cached_property
     def _tag(self) -> HuggingFaceTag:
-        return HuggingFaceTag(self._origin.opened, self.terms)
+        return HuggingFaceTag(self._opened, self.terms)
 
-    def _sizes(self, mapping: ModelMapping, config: Mapping[str, Any]) -> Sizes:
-        """Return the sizes of the model, with the order of key-value heads in which their copies are equal."""
-        opened = self._origin.opened
-        where = self._origin.place.path
+    @cached_property
+    def _base(self) -> ModelMapping:
+        """The mapping of the model, whatever it has for a head."""
+        spec = self._origin.mapping if self._chosen.mapping is None else self._chosen.mapping
+        return completed(find_mapping(spec, self._config), self._config)
+
+    @cached_property
+    def _opened(self) -> OpenTag:
+        """The source under the names for which the mapping has rules, of one of several models if it is chosen."""
+        if self._origin.imported is not None:
+            return self._origin.opened
+        opened = self._source.open()
+        model = self._chosen.model
+        return unwrapped(opened, self._base) if model is None else OneModelTag(opened, model)
+
+    @cached_property
+    def _mapping(self) -> ModelMapping:
+        if not self._to_files:
+            return self._base
+        mapping = with_head_of(self._base, self._config, self._opened.model_names())
+        settings = settings_of(self._opened)
+        if settings is None:
+            return mapping
+        if self._chosen.renaming:
+            raise InvalidArgument("an adapter has the names of its base: leave out prefix= and key_mapping=")
+        return adapter_mapping(mapping, settings)
+
+    @property
+    def _copies(self) -> int:
+        """Number of copies of each key-value head."""
         recorded = self._origin.kv_size_multiplier
         requested = self._chosen.kv_size_multiplier
         if None not in (recorded, requested) and recorded != requested:
+            where = self._origin.place.path
             raise InvalidArgument(f"kv_size_multiplier={requested}, but {where} has {recorded}; leave it out")
-        copies = requested or recorded or 1
+        return requested or recorded or 1
+
+    def _sizes(self, hardware: Hardware) -> Sizes:
+        heads_of = self._opened.topology.tp if self._chosen.pad_attn_heads else 1
+        return replace(self._mapping.sizes(self._config, self._copies, hardware), heads_of=heads_of)
+
+    @cached_property
+    def _order(self) -> tuple[Hardware, bool]:
+        """The order of key-value heads in which their copies are equal: of what hardware, and if its converter's."""
+        opened = self._opened
         hardware = self._chosen.hardware
-        if copies == 1:
-            return mapping.sizes(config, copies, hardware or "trn1")
-        fitting: list[Sizes] = []
-        for kind in HARDWARE if hardware is None else (hardware,):
-            heads_of = opened.topology.tp if self._chosen.pad_attn_heads else 1
-            sizes = replace(mapping.sizes(config, copies, kind), heads_of=heads_of)
-            converted = replace(sizes, converted=True)
-            by_converter = partial(MappedTag, opened, mapping, converted)
+        # Adapters alone have nothing that tells the order.
+        any_kind = HARDWARE[:1] if self._origin.writer is Program.OPTIMUM_ADAPTER else HARDWARE
+        kinds = any_kind if hardware is None else (hardware,)
+        if self._copies == 1 or (self._chosen.dry_run and hardware is not None):
+            return kinds[0], False
+        fitting: list[tuple[Hardware, bool]] = []
+        for kind in kinds:
+            sizes = self._sizes(kind)
+            by_converter = partial(MappedTag, opened, self._mapping, replace(sizes, converted=True))
             try:
-                is_converted = are_converted(opened, MappedTag(opened, mapping, sizes), by_converter)
+                is_converted = are_converted(opened, MappedTag(opened, self._mapping, sizes), by_converter)
             except TopologyMismatch as error:
                 reason = error
             else:
-                fitting.append(converted if is_converted else sizes)
+                fitting.append((kind, is_converted))
         if not fitting:
             raise reason
         if len(fitting) == 1:
             return fitting[0]
         raise InvalidArgument(
-            f"{where} does not show the order of copies of key-value heads; pass hardware=, the kind of accelerator "
-            f"that the job ran on: {' or '.join(HARDWARE)}"
+            f"{self._origin.place.path} does not show the order of copies of key-value heads; pass hardware=, the kind "
+            f"of accelerator that the job ran on: {' or '.join(HARDWARE)}"
         )
 
     def to_hf(self, dst: StrPath) -> Converted:
-        """Make the Hugging Face directory ``dst``, or of an adapter PEFT's."""
-        origin = self._origin
-        chosen = self._chosen
-        if origin.imported is not None:
+        """Make the Hugging Face directory ``dst``, or of an adapter PEFT's. Each rank writes some of its files."""
+        if self._origin.imported is not None:
             raise UnsupportedState(
                 f"{self._source.root.path} has Hugging Face's form already: copy it, or choose another form "
                 "(torchtitan, dcp, tag or files)"
             )
-        facts: dict[str, Any] = {"config": self._config, "mapping": self._mapping}
-        names = origin.param_names if chosen.saved_param_names is None else chosen.saved_param_names
-        copies = chosen.kv_size_multiplier or origin.kv_size_multiplier
-        if origin.writer is not Program.OPTIMUM_ADAPTER:
-            if (copies or 1) > 1 and chosen.hardware is None:
-                copies = self.terms.sizes.kv_size_multiplier
-                facts["hardware"] = self.terms.sizes.hardware
-            if not self._source.is_tag:
-                refuse_other_model(origin.opened, self.terms)
-        done = to_hf(self._source, dst, replace(chosen, kv_size_multiplier=copies, saved_param_names=names, **facts))
-        return replace(done, step=done.step if origin.step is None else origin.step, left_out=self.left_out)
+        with joint_agreement(self._chosen.all_ranks, self._chosen.timeout) as agreement:
+            if on_all(agreement, lambda: self._copies) > 1:
+                self._order = decided_by_rank0(agreement, lambda: self._order)
+            export = on_all(agreement, lambda: self._export(dst))
+            return self._described(write_hf(export, agreement, self._chosen))
+
+    def _export(self, dst: StrPath) -> Export:
+        chosen = self._chosen
+        opened = self._opened
+        files = self._files
+        target = locate_apart(dst, self._source.place, chosen.written_with)
+        chosen.renaming.validate()
+        if not chosen.renaming and self._config != config_in(files):
+            files = with_config(files, self._config)
+        if chosen.tokenizer is not None:
+            others = read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
+            files = list({file.name: file for file in (*others, *files)}.values())
+        refuse_per_rank(opened, "model")
+        with opened.guarded():
+            if not self._source.is_tag and self._origin.writer is not Program.OPTIMUM_ADAPTER:
+                refuse_other_model(opened, self.terms)
+            return Export(self._source, target, self._tag, files, chosen.size_per_shard, chosen.renaming)
 
     def to_dcp(self, dst: StrPath) -> Converted:
         """Make the torch DCP directory ``dst``."""
@@ -182,7 +232,7 @@ class Translation:
         scheduler = self.terms.torchtitan.scheduler(step, tag.param_groups)
         train_state = {"step": step, "ntokens_seen": self._origin.tokens}
         content = None if is_model_only else {"train_state": train_state, "lr_scheduler": scheduler}
-        whole = HuggingFaceTag(self._origin.opened, replace(self.terms, scheduler=None, content=content))
+        whole = HuggingFaceTag(self._opened, replace(self.terms, scheduler=None, content=content))
         return self._written(whole, _TORCHTITAN, join(os.fspath(dst), f"step-{0 if is_model_only else step}"))
 
     def to_files(self, dst: StrPath) -> Converted:
@@ -205,7 +255,7 @@ class Translation:
             replace(tag.parts, optimizer=optimizer, use_xser=use_xser),
             imported=origin.imported,
             terms=self.terms,
-        ).of(origin.opened, chosen)
+        ).of(self._opened, chosen)
         return self._described(write_tag(lambda process, processes: job, chosen))
 
     @cached_property
@@ -216,7 +266,7 @@ class Translation:
                 f"{self._origin.place.path} is an adapter without its base model, but training needs both; convert it "
                 "to the form hf, which peft loads onto the base"
             )
-        with self._origin.opened.guarded(), gc_paused():
+        with self._opened.guarded(), gc_paused():
             self._check()
         return self._tag
 
