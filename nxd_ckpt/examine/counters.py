@@ -1,8 +1,4 @@
-"""Rules for the counters of a run: optimizer steps, scheduler, positions in the data. Pure.
-
-Numbers that agree in one tag agree in the next tag of the same run. So most rules first check that a counter follows
-the optimizer's steps in the earlier tag, and report only then.
-"""
+"""Rules for the counters of a run: the optimizer's steps, and what else counts steps. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +11,12 @@ from typing import Any
 from nxd_ckpt.core.findings import Finding, doubt, problem
 from nxd_ckpt.core.suggestions import first_of
 
-_POSITION = {
-    *("step", "steps", "iteration", "iterations", "iter", "it", "batch", "batches", "sample", "samples", "example"),
-    *("examples", "consumed", "position", "pos", "offset", "yielded", "index", "cursor", "seen", "processed", "tokens"),
-}
-_NO_POSITION = {
+_STEPS = {"step", "steps", "iteration", "iterations", "iter"}
+_SETTINGS = {
     *("epoch", "epochs", "size", "max", "min", "total", "per", "every", "interval", "warmup", "save", "log", "eval"),
     *("limit", "length", "seed", "seq", "workers", "accumulation", "frequency", "freq"),
     *("start", "end", "stop", "sizes"),
 }
-_STEPS = {"step", "steps", "iteration", "iterations", "iter"}
 
 
 @dataclass(frozen=True)
@@ -35,13 +27,11 @@ class Progress:
         steps: the optimizer's steps of each parameter, by global rank; empty for optimizers that count none.
         stages: the pipeline stage of each parameter, where there are several.
         values: single values by name, such as "scheduler/last_epoch" and "user_content/step".
-        of_ranks: values that each rank saved for itself, by rank.
     """
 
     steps: Mapping[str, Mapping[int, int]]
     values: Mapping[str, Any]
     stages: Mapping[str, int] = field(default_factory=dict)
-    of_ranks: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def step(self) -> int | None:
@@ -117,27 +107,15 @@ def moved_counters(before: Progress, after: Progress) -> dict[str, tuple[int, in
     A counter of micro-batches counts several times per optimizer step; its rate is taken from ``before``.
     """
     moved: dict[str, tuple[int, int]] = {}
-    for where, values_before, values_after in _values(before, after):
-        for name, value in values_before.items():
-            was = whole_number(value)
-            now = whole_number(values_after.get(name))
-            if was is None or now is None or not _counts_steps(name):
-                continue
-            rate = max(1, -(-was // before.step)) if before.step else 1
-            if now - was >= rate:
-                moved[f"{where}{name}"] = was, now
+    for name, value in before.values.items():
+        was = whole_number(value)
+        now = whole_number(after.values.get(name))
+        if was is None or now is None or not _counts_steps(name):
+            continue
+        rate = max(1, -(-was // before.step)) if before.step else 1
+        if now - was >= rate:
+            moved[name] = was, now
     return moved
-
-
-def _common_ranks(before: Progress, after: Progress) -> list[int]:
-    return sorted(before.of_ranks.keys() & after.of_ranks.keys())
-
-
-def _values(before: Progress, after: Progress) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the values before and after: those of the whole tag, then those of each rank, which is named in front."""
-    yield "", before.values, after.values
-    for rank in _common_ranks(before, after):
-        yield f"rank {rank}: ", before.of_ranks[rank], after.of_ranks[rank]
 
 
 def _no_step(before: Progress, after: Progress) -> Finding:
@@ -165,39 +143,6 @@ def _scale_fell(before: Progress, after: Progress) -> bool:
     return False
 
 
-def check_scheduler(before: Progress, after: Progress) -> Iterator[Finding]:
-    """Report a scheduler that followed the optimizer's steps and no longer does."""
-    was, now = (whole_number(tag.values.get("scheduler/last_epoch")) for tag in (before, after))
-    if was is None or now is None or not before.steps or not after.steps:
-        return
-    if before.step is None or after.step is None or after.step <= before.step:
-        return
-    expected = was + after.step - before.step
-    if abs(was - before.step) <= 1 < before.step and now != expected:
-        yield problem(
-            "scheduler",
-            "scheduler/last_epoch",
-            f"expected {expected}, found {now}: at the tag before it was {was} at the optimizer's step {before.step}, "
-            f"which is at step {after.step} now",
-        )
-    elif abs(now - expected) == 1 < after.step - before.step:
-        yield doubt(
-            "scheduler",
-            "scheduler/last_epoch",
-            f"it grew by {now - was}, the optimizer's steps by {after.step - before.step}; a loss scaler that skips "
-            "steps explains this",
-        )
-
-
-def check_positions(before: Progress, after: Progress) -> Iterator[Finding]:
-    """Report positions in the data that left their steady rate."""
-    if before.step is None or after.step is None or after.step <= before.step:
-        return
-    if before.step > 1:  # at the first step too much is equal by chance
-        for where, values_before, values_after in _values(before, after):
-            yield from _positions(where, values_before, values_after, (before.step, after.step))
-
-
 def _real(value: Any) -> float | None:
     try:
         return None if isinstance(value, (str, bytes)) else float(value)
@@ -205,46 +150,12 @@ def _real(value: Any) -> float | None:
         return None
 
 
-def _positions(
-    where: str, before: Mapping[str, Any], after: Mapping[str, Any], steps: tuple[int, int]
-) -> Iterator[Finding]:
-    for name in before:
-        was = whole_number(before[name])
-        now = whole_number(after.get(name))
-        if not _is_position(name) or was is None or now is None or was <= 0 or was % steps[0]:
-            continue
-        if now == was and name.startswith(("scheduler/", "optim/")):  # a setting; their counts are checked elsewhere
-            continue
-        rate = was // steps[0]
-        off = now - rate * steps[1]
-        if not off:
-            continue
-        message = (
-            f"{where}expected {rate * steps[1]} at step {steps[1]}, found {now}; it was {was} at step {steps[0]}"
-        )
-        if abs(off) == rate or off == 1:
-            yield problem("position", name, message)
-        elif now == was:
-            yield doubt("position", name, f"{message}: it did not move")
-        elif abs(off) < rate:
-            yield doubt("position", name, f"{message}; a last batch that is smaller explains this")
-
-
-def _is_position(name: str) -> bool:
-    """True if the name is that of a position in the data or a count of steps.
-
-    Streams that take turns move irregularly, so they do not count.
-    """
-    if "/shared/states/" in name:
-        return False
-    words = _words(name)
-    return bool(words & _POSITION) and not words & _NO_POSITION
-
-
 def _counts_steps(name: str) -> bool:
+    """Return whether the name is that of a count of steps: a setting or a rank's stream of data is none."""
     if name.startswith(("scheduler/", "optim/")):
         return name == "scheduler/last_epoch"
-    return bool(_words(name) & _STEPS) and _is_position(name)
+    words = _words(name)
+    return bool(words & _STEPS) and not words & _SETTINGS
 
 
 def _words(name: str) -> set[str]:

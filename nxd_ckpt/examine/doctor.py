@@ -19,6 +19,7 @@ from nxd_ckpt.errors import (
     OptimizerMismatch,
     PartLost,
     PartNotFound,
+    UnsafePickle,
     as_checkpoint_errors,
 )
 from nxd_ckpt.examine import counters
@@ -29,7 +30,7 @@ from nxd_ckpt.examine.stored_statistics import StatisticsByName, not_finite
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
-from nxd_ckpt.reshard.whole_tag import plain_values, rank_values
+from nxd_ckpt.reshard.whole_tag import plain_values
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.reading import Leaf
 
@@ -110,8 +111,6 @@ class _Doctor:
         self._unread: dict[str, str] = {}
         self._was = None if before is None else self._progress(before)
         self._is = self._progress(after)
-        if before is not None and self._was is not None and before.topology.sizes != after.topology.sizes:
-            self._was = replace(self._was, of_ranks={})  # no rank of then is one of now
 
     def result(self, progress: bool) -> Examination:
         whole = self._after.whole
@@ -140,16 +139,27 @@ class _Doctor:
     def _progress(self, tag: Checkpoint) -> Progress:
         values = plain_values(tag.whole, self._unread)
         steps, stages = steps_of(tag.opened)
-        return Progress(steps, values, stages, rank_values(tag.opened, self._unread))
+        _require_rank_content(tag.opened)
+        return Progress(steps, values, stages)
 
     def _comparison_findings(self) -> Iterator[Finding]:
         if self._before is None or self._was is None:
             return
-        for check in (counters.check_steps, counters.check_scheduler, counters.check_positions):
-            yield from check(self._was, self._is)
+        yield from counters.check_steps(self._was, self._is)
         if (self._is.step or 0) > (self._was.step or 0) or counters.moved_counters(self._was, self._is):
             yield from _standing_weights(self._before, self._after)
         yield from _lost_parts(self._before, self._after)
+
+
+def _require_rank_content(opened: OpenTag) -> None:
+    """Raise PartLost or CorruptCheckpoint if what a rank saved for itself is lost or damaged."""
+    for rank in range(opened.topology.world_size) if opened.parts.rank_content else ():
+        try:
+            opened.rank_content(rank)
+        except PartLost:
+            raise
+        except (PartNotFound, UnsafePickle):  # this rank saved nothing, or what only its program reads
+            continue
 
 
 def _not_finite(counts: StatisticsByName, leaves: Mapping[str, list[Leaf]]) -> Iterator[Finding]:

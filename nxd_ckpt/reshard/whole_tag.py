@@ -409,24 +409,6 @@ def plain_values(tag: WholeTag, problems: dict[str, str]) -> dict[str, Any]:
     return values
 
 
-def rank_values(opened: OpenTag, problems: dict[str, str]) -> dict[int, dict[str, Any]]:
-    """Return the values that each rank saved for itself, by rank and name, such as "rank_content/random/torch".
-
-    Values that cannot be read without running code are left out; ``problems`` gets the reason, by name.
-    """
-    values: dict[int, dict[str, Any]] = {}
-    for rank in range(opened.topology.world_size) if opened.parts.rank_content else ():
-        try:
-            values[rank] = dict(_leaves_below("rank_content", opened.rank_content(rank)))
-        except PartLost:
-            raise
-        except PartNotFound:
-            continue  # this rank saved nothing
-        except UnsafePickle as error:
-            problems["rank_content/"] = f"rank_content is not compared: {error}"
-    return values
-
-
 def _leaves_below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a nested container, with their paths below ``name``."""
     return (("/".join((name, *map(str, path))), leaf) for path, leaf in iter_leaves(value))
