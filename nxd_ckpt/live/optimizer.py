@@ -70,7 +70,9 @@ def open_optimizer(
     adapter = _adapter(optimizer, names, model, zero1_optimizer, topology)
     if type(adapter) is PlainOptimizer and model is not None and model.is_placed and not loads_itself(optimizer):
         params = with_left_out(groups, model)
-        names = _names_in([{"params": own} for own in params], model, None)
+        named = dict(zip((id(one) for one, _ in flat_parameters(groups)), names, strict=True))
+        whole = [{"params": own, "param_names": [named.get(id(one)) for one in own]} for own in params]
+        names = _names_in(whole, model, None)
         if len(names) > len(adapter.parameter_names or names):
             return PlainOptimizer(optimizer, names, topology.tp, model=model, params=params)
     return adapter

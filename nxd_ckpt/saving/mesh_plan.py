@@ -114,8 +114,8 @@ class MeshPlan:
             for number, (tensor, whole) in enumerate(zip(local, tensors, strict=False)):
                 layout = tensor.placed.layout
                 at = tensor.placed.coordinate
-                if layout.replicas > 1 and tensor.placed.pieces:
-                    own = tensor.about.placed
+                own = tensor.about.placed
+                if layout.replicas > 1 and (own is None or tensor.placed.pieces):
                     mesh = None if own is None else described_layout(own.layout)
                     what = part if own is None else f"{part} {self._numbers[id(layout)]}"
                     name = tensor.about.name

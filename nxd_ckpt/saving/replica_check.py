@@ -106,8 +106,7 @@ def names_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
             differing.add(name)
         else:
             differing.add(next((above for above in lineage(name) if above in parameters), OPTIMIZER))
-    whole = {**lines_a, **lines_b} if OPTIMIZER in differing else names
-    placed = [line for lines in (lines_a, lines_b) for name in whole if (line := lines.get(name)) and line[2]]
+    placed = [line for lines in (lines_a, lines_b) for name in names if (line := lines.get(name)) and line[2]]
     have_model = {any(is_in("model", name) for name in lines) for lines in (lines_a, lines_b)}
     return set() if placed or len(have_model) > 1 else differing
 

@@ -10,7 +10,7 @@ and, in the first two saves of a structure, all; later samples of large ones. So
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from nxd_ckpt.errors import RanksDisagree
 from nxd_ckpt.formats.crc32 import block_crcs, crc32, digest_of_value
 from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
-from nxd_ckpt.formats.tensors import Path, children_of, form_of, iter_tensors, map_tensors, nbytes_of
+from nxd_ckpt.formats.tensors import Path, TensorReference, children_of, form_of, iter_tensors, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
 from nxd_ckpt.live.dtensor import PLAIN
 from nxd_ckpt.live.state_names import Container, groups_of, is_below, is_in, values_in
@@ -69,6 +69,11 @@ class Replica(NamedTuple):
     def claim(self, how: str) -> str:
         return Claim(self.writes, self.what, how).key
 
+    def is_kept(self, names: Collection[str]) -> bool:
+        """Return whether a rank has it for itself, if it has what has these ``names``. DTensors are no part of others.
+        """
+        return is_below(self.name, names) if self.mesh is None else self.name in names
+
 
 @dataclass(frozen=True)
 class Values:
@@ -110,6 +115,12 @@ class Values:
     def is_plain(self, container: Container) -> bool:
         """Return whether the container has only tensors that other ranks may have in another form, or not."""
         return all(id(tensor) in self._forms for _, tensor in iter_tensors(container.tree, torch.Tensor))
+
+    def kept(self, tree: Any, own_value: Callable[[Any], Any]) -> Any:
+        """Return the tree with the ``own_value`` of each tensor, and a reference for a DTensor, by its number."""
+        shards = dict.fromkeys(id(one) for one in self.tensors if id(one) not in self._forms)
+        references = {shard: TensorReference(number) for number, shard in enumerate(shards)}
+        return map_tensors(tree, lambda one: references[id(one)] if id(one) in references else own_value(one))
 
     def _about(self, value: Any) -> Any:
         """Return plain data; of a container the forms of its tensors, and its keys if these have no names."""
@@ -172,10 +183,10 @@ class Own:
     ) -> None:
         """Keep the values of these names, also that some are not there; of containers the ``own_value`` of tensors.
 
-        A container with tensors that all ranks have stays: those that differ are kept one by one.
+        A container with tensors that all ranks have stays: those that differ are kept one by one. All of an optimizer
+        is kept with references to its DTensors, which are in the files of the mesh.
 
-        Raises RanksDisagree if ranks do not optimize the same parameters, of which some are DTensors, or if one of them
-        has no model.
+        Raises RanksDisagree if one of the ranks has no model.
         """
         kept = set[str]()
         for name in names:  # that of a container comes before those in it
@@ -191,15 +202,10 @@ class Own:
                 self.absent.append(name)
                 continue
             path, value = values.by_name[name]
-            if isinstance(value, Container) and not values.is_plain(value):
-                if name == OPTIMIZER:
-                    raise RanksDisagree(
-                        f"the optimizer of DTensors has other parameters, or other param groups, than on rank "
-                        f"{values.writes}: build it alike on all ranks"
-                    )
+            if isinstance(value, Container) and name != OPTIMIZER and not values.is_plain(value):
                 continue
             kept.add(name)
-            self.leaves[name] = map_tensors(value.tree, own_value) if isinstance(value, Container) else value
+            self.leaves[name] = values.kept(value.tree, own_value) if isinstance(value, Container) else value
             self.paths[name] = list(path)
             if name == OPTIMIZER:
                 self.parameters.extend(values.parameters or ())
@@ -260,7 +266,7 @@ class Replicas:
                 own.keep_values(values, sorted(names))
         apart = {*own.leaves, *own.absent}
         for copy in self.copies if self.known else ():
-            if copy.name in self.known and copy.writes != self.rank and not is_below(copy.name, apart):
+            if copy.name in self.known and copy.writes != self.rank and not copy.is_kept(apart):
                 own.keep(copy, self.tensors[copy.part][copy.number], self._paths)
         return own
 
@@ -320,11 +326,11 @@ class Replicas:
         """
         digests: dict[str, dict[str, int]] = {key: {} for values in self.values for key in self._claims(values)}
         for copy in self.copies:
-            if copy.writes != self.rank or copy.place is None or is_below(copy.name, self.known):
+            if copy.writes != self.rank or (copy.place is None and copy.nbytes) or copy.is_kept(self.known):
                 continue
-            whole = _joint(copy, blocks(copy.place))
+            whole = _joint(copy, blocks(copy.place) if copy.place else ())
             digests.setdefault(copy.claim(WHOLE), {})[copy.name] = whole
-            samples = self._samples.get(copy.place)
+            samples = self._samples.get(copy.place) if copy.place else None
             if copy.nbytes <= LARGE:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = whole
             elif samples is not None:
@@ -406,7 +412,7 @@ class Replicas:
         for copy in self.compared:
             key = copy.claim(how)
             differs = key in theirs and mine.get(key, {}).get(copy.name) != theirs[key].get(copy.name)
-            if differs and not is_below(copy.name, apart):
+            if differs and not copy.is_kept(apart):
                 own.keep(copy, self._as_saved(copy), self._paths)
         for key, others in theirs.items():
             for name in others if not Claim.of(key).what.endswith(VALUES) else ():

@@ -29,7 +29,7 @@ from nxd_ckpt.formats.strides import stride_of
 from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensors
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.layouts.payload import checked_optimizer
-from nxd_ckpt.live.state_names import is_below, is_in, key_text, leaf_name
+from nxd_ckpt.live.state_names import is_in, key_text, leaf_name
 from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values
@@ -220,7 +220,7 @@ class Planner:
         # Of a cached plan they are the same object, which saves a walk through all of them.
         is_known = last is not None and last.copies is copies and last.known == len(self.known)
         if last is None or last.known != len(self.known) or not (is_known or last.copies == copies):
-            compared = [each for each in copies if each.writes != rank and not is_below(each.name, self.known)]
+            compared = [each for each in copies if each.writes != rank and not each.is_kept(self.known)]
             samples = any(each.nbytes > LARGE for each in compared)
             forms = {part: crc32(repr([each.form for each in copies if each.what == part]).encode()) for part in _PARTS}
             last = _Compared(copies, compared, len(self.known), samples, forms)

@@ -78,6 +78,17 @@ class MeshTrees:
             state |= {key: value for key, value in tree["state"].items() if isinstance(key, str)}
         return {"state": state, "param_groups": groups}
 
+    def with_shards(self, own: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Return an optimizer that is all the global ``rank``'s own, with its DTensors in place of references."""
+        leader = next(leader for leader in self.leaders if self._holds(leader, rank))
+        layouts = self._record(leader).layouts
+        shards = [
+            tensor
+            for tensor in self._tensors(names.OPTIMIZER_DIR, leader)
+            if tensor.layout is not None and len(layouts[tensor.layout].mesh.shape) > 1
+        ]
+        return self._followed(own, shards, leader, "the rank's own optimizer")
+
     def optimizer_names(self) -> list[str] | None:
         """Return the parameter behind each index of the optimizer's state; None if the tag does not record it."""
         if len(self.leaders) == 1:
@@ -161,10 +172,13 @@ class MeshTrees:
             return None
         rank, model = self.own
         for leader in self.leaders:
-            holds = any(rank in layout.mesh.ranks for layout in self._record(leader).layouts)
-            if holds and self._tree(names.MODEL_DIR, leader).keys() == set(model):
+            if self._holds(leader, rank) and self._tree(names.MODEL_DIR, leader).keys() == set(model):
                 return leader
         return None
+
+    def _holds(self, leader: int, rank: int) -> bool:
+        """Return whether the rank is in the group with this leader."""
+        return any(rank in layout.mesh.ranks for layout in self._record(leader).layouts)
 
     def _groups(self, trees: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[tuple[str, Any]]]]:
         """Return each param group's options, with name and state of each of its parameters.
@@ -190,21 +204,27 @@ class MeshTrees:
     def _tree(self, directory: str, leader: int) -> dict[str, Any]:
         file = names.structure_file(directory, leader)
         self.verify(file, leader)
+        return self._followed(self.files.tree(file), self._tensors(directory, leader), leader, self.files.where(file))
+
+    def _tensors(self, directory: str, leader: int) -> list[WholeTensor]:
+        return [one for one in self._record(leader).tensors if one.name.startswith(_PREFIXES[directory])]
+
+    def _followed(self, tree: Any, tensors: Sequence[WholeTensor], leader: int, where: str) -> dict[str, Any]:
+        """Return the tree with the ``tensors`` of a group, by number, in place of references."""
         record = self._record(leader)
-        tensors = [tensor for tensor in record.tensors if tensor.name.startswith(_PREFIXES[directory])]
 
         def whole(reference: TensorReference) -> Assembly:
             tid = reference.tid
             if tid >= len(tensors):
-                raise MalformedFile(f"{self.files.where(file)}: tensor {tid} is not in the index of rank {leader}")
+                raise MalformedFile(f"{where}: tensor {tid} is not in the index of rank {leader}")
             tensor = tensors[tid]
             stride = noted(reference.noted)
             return DeferredAssembly(
                 tensor.dtype, tensor.shape, lambda box: self._fragments(record, tensor, box), stride
             )
 
-        tree: dict[str, Any] = map_tensors(self.files.tree(file), whole, TensorReference)
-        return tree
+        followed: dict[str, Any] = map_tensors(tree, whole, TensorReference)
+        return followed
 
     def _record(self, leader: int) -> MeshRecord:
         record = self.index(leader).mesh

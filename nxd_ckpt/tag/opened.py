@@ -234,7 +234,8 @@ class OpenTag:
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         kind = self.parts.optimizer
         for state in self._own_states(OPTIMIZER):
-            return checked_optimizer(state["leaves"][OPTIMIZER], self.where)
+            tree = checked_optimizer(state["leaves"][OPTIMIZER], self.where)
+            return tree if self.mesh is None or self.rank is None else self.mesh.with_shards(tree, self.rank)
         if self.mesh is not None:
             return self.mesh.optimizer()
         if kind == "zero1_dcp" and self.manifest is not None:
@@ -394,8 +395,7 @@ class OpenTag:
     def put_together(self, leaf: Leaf, name: str) -> torch.Tensor:
         """Read one tensor to the CPU, comparing its parts with the indexes too; ``name`` names it in errors.
 
-        Raises:
-            DigestMismatch: the bytes are not those that were written.
+        Raises DigestMismatch if the bytes are not those that were written.
         """
         with self.reader() as reader:
             return reader.read(leaf, name)
