@@ -188,18 +188,21 @@ class Checkpoint:
             PartNotFound: it was saved without a model, or a tensor is in no file.
         """
         with self._opened.guarded():
-            return self._read_of_rank("model", rank)
+            state: dict[str, Any] = self._read_of_rank("model", rank)
+        return state
 
     @as_checkpoint_errors
     def optimizer_state(self, rank: int = 0) -> dict[str, Any]:
         """Return the optimizer's state dict as the global ``rank`` held it (its own shard under ZeRO-1), on the CPU."""
         with self._opened.guarded():
-            return self._read_of_rank("optimizer", rank)
+            state: dict[str, Any] = self._read_of_rank("optimizer", rank)
+        return state
 
     @as_checkpoint_errors
-    def scheduler_state(self) -> Any:
+    def scheduler_state(self, rank: int = 0) -> Any:
+        """Return the scheduler's state dict as the global ``rank`` held it."""
         with self._opened.guarded():
-            return self._read(self._opened.scheduler())
+            return self._read_of_rank("scheduler", rank)
 
     @as_checkpoint_errors
     def user_content(self) -> Any:
@@ -213,11 +216,10 @@ class Checkpoint:
         with self._opened.guarded():
             return self._opened.rank_content(rank)
 
-    def _read_of_rank(self, part: str, rank: int) -> dict[str, Any]:
+    def _read_of_rank(self, part: str, rank: int) -> Any:
         refuse_fake_mode()
         opened, tree = tree_of_rank(self._opened, part, rank)
-        state: dict[str, Any] = opened.read_all(tree)
-        return state
+        return opened.read_all(tree)
 
     def _read(self, tree: Any) -> Any:
         refuse_fake_mode()

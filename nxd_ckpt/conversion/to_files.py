@@ -181,7 +181,7 @@ def to_files(source: Source, dst: StrPath, chosen: ConvertOptions, opened: OpenT
     """
     target = locate_apart(dst, source.place, chosen.written_with)
     opened = source.open() if opened is None else opened
-    refuse_per_rank(opened, "model", "optim", "scheduler")
+    refuse_per_rank(opened, "model", "optim")
     with opened.guarded():
         cuts = checked_facts(opened, chosen.partitions, chosen.saved_param_names)
         tag = WholeTag(opened, partitions=cuts, saved_param_names=chosen.saved_param_names)

@@ -25,6 +25,7 @@ from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import refuse_per_rank
 from nxd_ckpt.tag.reading import LeafReader
 
 FORMAT_VERSION = 1
@@ -38,12 +39,14 @@ class MappedOptimizer:
     Raises:
         PartNotFound: the tag has no optimizer.
         OptimizerMismatch: the optimizer's parameters have no names.
+        IncompatibleState: ranks saved their own values of it.
     """
 
     def __init__(self, opened: OpenTag, mapped: MappedTag) -> None:
         self._opened = opened
         self._mapped = mapped
         self._saved = mapped.named_optimizer()
+        refuse_per_rank(opened, "optim")
 
     @cached_property
     def tensors(self) -> list[HfTensor | PackedTensor]:

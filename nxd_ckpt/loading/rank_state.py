@@ -159,7 +159,8 @@ def tree_of_rank(opened: OpenTag, part: str, rank: int) -> tuple[OpenTag, dict[s
         view = OpenTag(opened.storage, opened.tag, opened._layout, opened.manifest, opened.identity)
         view.rank = rank
         own = rank_state(view, view.topology.at(rank), Filter(LoadOptions()), [part])
-    tree = view.model_tree(at) if part == "model" else view.optimizer_tree(at)
+    trees: Mapping[str, Any] = {"model": view.model_tree, "optimizer": view.optimizer_tree}
+    tree = trees[part](at) if part in trees else view.scheduler()
     return view, own.put_into(part, tree, view.optimizer_names(at) if part == "optimizer" else None)
 
 

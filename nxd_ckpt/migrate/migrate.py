@@ -62,6 +62,8 @@ class Translation:
     def _check(self) -> None:
         """Raise unless all of it can be translated."""
         self._tag.require_all()
+        if not self._lacks_rest:
+            refuse_per_rank(self._origin.opened, "scheduler")
         if self._origin.imported is None:
             refuse_other_model(self._opened, self.terms)
         if self._chosen.to == "torchtitan" and self.step is None and self._tag.parts.optimizer is not None:
@@ -75,17 +77,21 @@ class Translation:
         return self._tag.steps if self._origin.step is None else self._origin.step
 
     @property
+    def _lacks_rest(self) -> bool:
+        """True if the form has neither scheduler nor user content."""
+        return self._chosen.optimizer is False or self._chosen.to in ("hf", "torchtitan", "files")
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         origin = self._origin
         form = self._chosen.to
         model_only = self._chosen.optimizer is False
-        without_rest = model_only or form in ("hf", "torchtitan", "files")
         has_optimizer = origin.opened.parts.optimizer is not None
         missing = {
             "optimizer": has_optimizer and (not self._chosen.optimizer if form == "hf" else model_only),
             "optimizer state that belongs to no parameter": form != "hf" and self._tag.general,
-            "scheduler": without_rest and bool(origin.scheduler),
-            "user content": without_rest and bool(origin.content),
+            "scheduler": self._lacks_rest and bool(origin.scheduler),
+            "user content": self._lacks_rest and bool(origin.content),
         }
         guests = self._source.guests() if self._source.is_tag and form != "tag" else []
         return (*origin.left_out, *(what for what, is_missing in missing.items() if is_missing), *guests)
@@ -212,7 +218,6 @@ class Translation:
         if chosen.tokenizer is not None:
             others = read_tokenizer(os.fspath(chosen.tokenizer), chosen.storage_options)
             files = list({file.name: file for file in (*others, *files)}.values())
-        refuse_per_rank(opened, "model")
         with opened.guarded():
             if not self._source.is_tag and self._origin.writer is not Program.OPTIMUM_ADAPTER:
                 refuse_other_model(opened, self.terms)
