@@ -88,7 +88,8 @@ class Vote:
         chunks: its chunks in a torch DCP directory, for the metadata that rank 0 writes.
         duplicated: how many of ``nbytes`` were not written, because an earlier tag has the same files.
         claims: digests of everything that other ranks hold copies of, by the key of a `Claim`.
-        per_rank: names of what it saved for itself, because another rank, which writes for all, has other values.
+        per_rank: names of what ranks save for themselves, because one that writes for all has other values. Those that
+            were known before are here only if this rank has something of it.
         lost: those of them of which it had no copy any more when it noticed.
         rank_content: True if it saved content of its own.
     """

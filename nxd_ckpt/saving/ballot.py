@@ -249,7 +249,7 @@ class Ballot:
             chunks=writer.chunks() if self._rank > 0 else (),
             duplicated=writer.duplicated_nbytes,
             claims=claims,
-            per_rank=() if plan.replicas is None else tuple({*plan.replicas.own.names, *self._own.names}),
+            per_rank=() if plan.replicas is None else tuple({*plan.replicas.per_rank, *self._own.names}),
             lost=tuple(dict.fromkeys(self._own.lost)),
             rank_content=plan.parts.rank_content,
         )

@@ -274,6 +274,12 @@ class Replicas:
     def _names(self) -> set[str]:
         return {copy.name for copy in self.copies}
 
+    @property
+    def per_rank(self) -> set[str]:
+        """Names of what ranks save for themselves, those of which this rank has something."""
+        values = [values.by_name for values in self.values] if self.known else []
+        return {*self.of_rank, *(name for name in self.known if any(name in here for here in (self._names, *values)))}
+
     @cached_property
     def to_stage(self) -> list[torch.Tensor]:
         """Tensors to stage: those that are ``compared``, whole or samples of them."""

@@ -1,5 +1,6 @@
 """A model, and an optimizer, of which ranks that count as replicas hold other parts, come back to each of them."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -218,6 +219,30 @@ def test_diff_tells_that_what_one_rank_alone_has_is_not_compared(gloo_ranks: Ran
     assert {"model/adapter.bias is not compared: each rank's own was saved"} <= {
         *diff_checkpoints(tmp_path / "step_1", tmp_path / "step_2").problems
     }
+
+
+def gone(rank: int, directory: Path, on: int, use_async: bool) -> None:
+    """Save what a rank has twice, then without it."""
+    model = Net(**({"adapter": nn.Linear(3, 2)} if rank == on else {}))
+    with Checkpointer(directory) as checkpointer:
+        for step in range(4):
+            if step == 2:
+                model = Net()
+            checkpointer.save(step, model, async_save=use_async)
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("on", [0, 1])
+def test_what_no_rank_has_any_more_is_not_listed(
+    gloo_ranks: RankPool, tmp_path: Path, on: int, use_async: bool
+) -> None:
+    """Such a tag loads on any number of ranks. It was refused, by the name of an adapter that no rank had."""
+    gloo_ranks.run(gone, tmp_path, on, use_async)
+    listed = [json.loads((tmp_path / f"step_{step}/manifest.json").read_text()) for step in range(4)]
+    assert ["per_rank" in each for each in listed] == [True, True, False, False]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(3, Net())
+        assert "adapter.bias" in refusal(lambda: checkpointer.load(1, Net()))
 
 
 def empty(rank: int, directory: Path, on: int, how: dict[str, Any]) -> str:
