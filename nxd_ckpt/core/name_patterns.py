@@ -89,8 +89,11 @@ def filtered_name(name: str) -> str:
 
 def how_to_leave_out(names: Iterable[str]) -> str:
     """Return what to do about values that no other job can take."""
-    filtered = first_of(dict.fromkeys(map(filtered_name, names)), repr)
-    return f"Load on the ranks and meshes of the save, or leave out what differed with ignore_keys=[{filtered}]"
+    filtered = dict.fromkeys(map(filtered_name, names))
+    in_model = any(name.startswith("model/") for name in filtered)
+    values = "; what is live stays, and open_checkpoint(...).model_state(rank) has that rank's" if in_model else ""
+    left_out = f"leave out what differed with ignore_keys=[{first_of(filtered, repr)}]{values}"
+    return f"Load on the ranks and meshes of the save, or {left_out}"
 
 
 def lineage(name: str) -> Iterator[str]:

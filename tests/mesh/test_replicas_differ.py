@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from nxd_ckpt import Checkpointer, Topology, load_checkpoint
+from nxd_ckpt import Checkpointer, Topology, load_checkpoint, open_checkpoint
 from nxd_ckpt.errors import CheckpointError, RanksDisagree
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool
@@ -143,3 +143,32 @@ def test_buffers_that_ddp_broadcasts_are_those_of_its_first_rank(
     alone = torch.nn.BatchNorm1d(1)
     load_checkpoint(tmp_path, "step_2", {"named": alone}, topology=Topology())
     assert first == alone.get_buffer("running_mean").tolist() != answers[1][0]
+
+
+def normed_shards(rank: int, directory: Path) -> list[float]:
+    """The running mean of a module of FSDP2, which broadcasts no buffers, on this rank."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model(torch.randn(8, 4) + rank)
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, model)
+    mean: list[float] = model[1].get_buffer("running_mean").tolist()
+    return mean
+
+
+def test_buffers_of_fsdp2_are_each_ranks_and_go_elsewhere_by_what_the_error_says(
+    gloo_ranks: RankPool, tmp_path: Path
+) -> None:
+    """It said how to leave them out, which trains on from those of a fresh model, and not how to get a rank's."""
+    means = gloo_ranks.run(normed_shards, tmp_path)
+    alone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    names = ["model/1.running_mean", "model/1.running_var"]
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"model_state\(rank\) has that rank's") as error:
+            checkpointer.load(1, alone)
+        assert f"ignore_keys={names}" in str(error.value)
+        checkpointer.load(1, alone, ignore_keys=names)
+    state = open_checkpoint(tmp_path).model_state(2)
+    alone.load_state_dict({name.removeprefix("model/"): state[name.removeprefix("model/")] for name in names}, False)
+    assert means[2] == alone[1].get_buffer("running_mean").tolist() != means[0]
