@@ -12,6 +12,7 @@ from nxd_ckpt.cli.command import TEMPLATES, Command, add_options, located, openi
 from nxd_ckpt.cli.text import group_names
 from nxd_ckpt.core import units
 from nxd_ckpt.core.mesh import Mesh
+from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.units import size
 from nxd_ckpt.options.execution import OpenOptions
 
@@ -64,6 +65,8 @@ def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "topology", f"{units.topology(document['topology'])}{ranks}{order}"
     if document["meshes"]:
         yield ("mesh" if len(document["meshes"]) == 1 else "meshes"), ", ".join(map(_mesh, document["meshes"]))
+    if document["per_rank"]:
+        yield "per rank", first_of(document["per_rank"])
     yield "parts", text.parts(document["parts"])
     yield "files", _form(document["parts"])
     seconds = {name: value for name, value in document["timings"].items() if name.endswith("_seconds")}

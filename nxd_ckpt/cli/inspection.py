@@ -25,7 +25,7 @@ from nxd_ckpt.core.tags import TagInfo, latest
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import InvalidArgument, TagReplaced, UnsafePickle
 from nxd_ckpt.formats.optimizer_trees import OPTIMIZER_NAME
-from nxd_ckpt.formats.tensors import Assembly, Path, TensorStub, dtype_name, iter_tensors
+from nxd_ckpt.formats.tensors import Assembly, TensorStub, dtype_name, iter_tensors
 from nxd_ckpt.layouts.files import MissingTensor, TagFiles
 from nxd_ckpt.reshard.resharded_state import names_template, partitions_of_tag, partitions_template, recorded_parameters
 from nxd_ckpt.reshard.whole_tag import GlobalTensor, WholeTag
@@ -36,6 +36,7 @@ from nxd_ckpt.tag.directory import find_tag, list_tags
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.listing import locate, summary
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import entry_name, own_tensors
 from nxd_ckpt.tag.recognise import recognise
 from nxd_ckpt.tag.verify import files_of
 
@@ -211,6 +212,7 @@ def _document(opened: OpenTag, info: TagInfo, view: View) -> dict[str, Any]:
         **_manifest_fields(opened),
         "sizes": _sizes(opened),
         "meshes": None,
+        "per_rank": list(opened.per_rank),
         "parameters": None,
         "optimizer": None,
         "user_content": None,
@@ -294,7 +296,7 @@ def _optimizer(opened: OpenTag, at: Coordinates) -> dict[str, Any] | None:
     kind = opened.parts.optimizer
     if kind is None:
         return None
-    tree = opened.optimizer_tree(at)
+    opened, tree = _seen_from(opened, "optimizer", at)
     state = _dict(tree.get("base_state")) or _dict(tree.get("state"))
     groups = [group for group in _list(tree.get("param_groups")) if isinstance(group, dict)]
     return {
@@ -447,38 +449,41 @@ def _tensors(opened: OpenTag, at: Coordinates, pattern: str, problems: list[str]
     tags optimizer entries have numbers as names (``optim/#0/exp_avg``), and the boxes of the global tensor are unknown.
     """
     if opened.mesh is not None:
-        described = [_row(entry.name, entry, entry.pieces) for entry in opened.index(at).tensors]
+        entries = [one for one in opened.index(at).tensors if not one.file.startswith(f"{names.RANK_STATE_DIR}/")]
+        described = [_row(entry.name, entry, entry.pieces) for entry in entries]
+        for name, leaf in own_tensors(opened, opened.topology.rank_of(at)):
+            described += _stored_rows(opened, name, leaf)
     else:
         described = list(_state_rows(opened, at))
     matching = [tensor for tensor in described if fnmatchcase(tensor["name"], pattern)]
     if not matching and pattern != "*":
-        names = [tensor["name"] for tensor in described]
-        problems.append(f"no tensor of this rank is called {listed([pattern], names)}; there are {first_of(names)}")
+        there = [tensor["name"] for tensor in described]
+        problems.append(f"no tensor of this rank is called {listed([pattern], there)}; there are {first_of(there)}")
     return matching
 
 
 def _state_rows(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
     """Yield a row for each tensor on disk of the model and the optimizer of the rank at these coordinates."""
     if opened.parts.model:
-        for path, leaf in iter_tensors(opened.model_tree(at), _LEAVES):
-            yield from _stored_rows(opened, f"model/{'.'.join(map(str, path))}", leaf)
+        seen, tree = _seen_from(opened, "model", at)
+        for path, leaf in iter_tensors(tree, _LEAVES):
+            yield from _stored_rows(seen, f"model/{'.'.join(map(str, path))}", leaf)
     if opened.parts.optimizer:
-        names = opened.optimizer_names(at)
-        for path, leaf in iter_tensors(opened.optimizer_tree(at), _LEAVES):
-            yield from _stored_rows(opened, f"optim/{_state_name(path, names)}", leaf)
+        seen, tree = _seen_from(opened, "optimizer", at)
+        for path, leaf in iter_tensors(tree, _LEAVES):
+            yield from _stored_rows(seen, f"optim/{entry_name(path, seen.optimizer_names(at))}", leaf)
+
+
+def _seen_from(opened: OpenTag, part: str, at: Coordinates) -> tuple[OpenTag, dict[str, Any]]:
+    """Return the tag as the rank at these coordinates saw it, and its tree of a part."""
+    if not opened.per_rank:  # which needs no torch
+        return opened, opened.model_tree(at) if part == "model" else opened.optimizer_tree(at)
+    from nxd_ckpt.loading.rank_state import tree_of_rank
+
+    return tree_of_rank(opened, part, opened.topology.rank_of(at))
 
 
 _LEAVES = (TensorStub, Assembly, MissingTensor)
-
-
-def _state_name(path: Path, parameter_names: list[str] | None) -> str:
-    """Name a state entry as indexes do: ``(base_state, 0, exp_avg)`` of a parameter without name ``#0/exp_avg``."""
-    section, *rest = path
-    if section not in ("state", "base_state", "sharded_master_weights") or not rest:
-        return "/".join(map(str, path))
-    index, *state = rest
-    names_by_index = dict(enumerate(parameter_names or ()))
-    return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
 
 
 def _stored_rows(opened: OpenTag, name: str, leaf: TensorStub | Assembly | MissingTensor) -> Iterator[dict[str, Any]]:

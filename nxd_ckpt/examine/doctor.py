@@ -32,6 +32,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
 from nxd_ckpt.reshard.whole_tag import plain_values
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.rank_states import own_tensors
 from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Examination", "Finding", "examine_checkpoint"]
@@ -116,6 +117,9 @@ class _Doctor:
         whole = self._after.whole
         unexamined: dict[str, str] = {}
         leaves = leaves_of(whole, unexamined)
+        opened = whole.opened
+        for rank in range(opened.topology.world_size if opened.per_rank else 0):
+            leaves |= {f"{name} of rank {rank}": [leaf] for name, leaf in own_tensors(opened, rank)}
         counts = count_leaves(whole, leaves, "doctor", progress)
         findings = _merged(
             [

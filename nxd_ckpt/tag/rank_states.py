@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nxd_ckpt.core.name_patterns import lineage
+from nxd_ckpt.core.name_patterns import OPTIMIZER, lineage
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import IncompatibleState
+from nxd_ckpt.formats.tensors import iter_tensors
 
 if TYPE_CHECKING:
     from nxd_ckpt.tag.opened import OpenTag
+    from nxd_ckpt.tag.reading import Leaf
 
 
 def with_own(tree: dict[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -28,6 +30,24 @@ def with_own(tree: dict[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[
             if name.startswith("model/"):
                 whole.pop(name.removeprefix("model/"), None)
     return whole if states else tree
+
+
+def own_tensors(opened: OpenTag, rank: int) -> Iterator[tuple[str, Leaf]]:
+    """Yield the tensors that the global ``rank`` saved for itself, by their global names."""
+    for own in opened.rank_state(rank) if opened.per_rank else ():
+        for (name, *path), leaf in iter_tensors(own["leaves"]):
+            entry = entry_name(path, own["parameters"]) if name == OPTIMIZER else "/".join(map(str, path))
+            yield f"{name}/{entry}" if path else name, leaf
+
+
+def entry_name(path: Sequence[Any], parameters: Sequence[str] | None) -> str:
+    """Name a state entry as indexes do: ``(base_state, 0, exp_avg)`` of a parameter without name ``#0/exp_avg``."""
+    section, *rest = path
+    if section not in ("state", "base_state", "sharded_master_weights") or not rest:
+        return "/".join(map(str, path))
+    index, *state = rest
+    names_by_index = dict(enumerate(parameters or ()))
+    return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
 
 
 def refuse_per_rank(opened: OpenTag, *wanted: str, instead: str = "") -> None:
