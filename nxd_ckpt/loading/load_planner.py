@@ -117,6 +117,7 @@ class LoadPlanner:
         self._model = context.model
         self._optimizer = context.optimizer
         self._is_regrouped = False
+        self._group_order: list[int] | None = None
         self._left: Sequence[str] = ()
         self._exact = ExactWeights({}, ())
         if self._filter and self._model is not None and self._opened.parts.model:
@@ -207,6 +208,8 @@ class LoadPlanner:
         if optimizer is not None and not filtered.covers("optim"):
             self._refuse_positions(optimizer)
             tree = self._optimizer_tree(optimizer)
+            if self._group_order is not None:
+                trees.rank_state = trees.rank_state.regrouped(self._group_order)
             self._refuse_bare_groups(tree, optimizer)
             if optimizer.stepping is not None:
                 whole = {} if self._filter.is_selective else tree.get("base_state", tree.get("state", {}))
@@ -367,11 +370,13 @@ class LoadPlanner:
             return name in fresh or filtered.covers(name)
 
         tree = source.tree(form, filtered.ignores, covers)
-        for group, options in zip(tree["param_groups"], form.options, strict=False):
+        order = source.group_order(form, covers)
+        self._group_order = [*order, *range(len(order), len(form.groups))]
+        for number, (group, options) in enumerate(zip(tree["param_groups"], form.options, strict=False)):
             names = [live[index] for index in group["params"]] if form.ordinary is None else []
             if names and fresh.issuperset(f"optim/{name}" for name in names):
                 group.update(options)
-        order = source.group_order(form, covers)
+                self._group_order[number] = -1
         mesh = self._opened.mesh
         stage_only = mesh is not None and mesh.takes_own  # then other stages' groups come after its own
         self._is_regrouped = order != list(range(len(order) if stage_only else len(source.groups)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.mesh import Mesh, Placed
-from nxd_ckpt.core.name_patterns import OPTIMIZER, filtered_name, how_to_leave_out
+from nxd_ckpt.core.name_patterns import OPTIMIZER, PARAM_GROUPS, filtered_name, how_to_leave_out
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
@@ -45,6 +45,19 @@ class RankState:
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset((*self.leaves, *self.absent))
+
+    def regrouped(self, order: Sequence[int]) -> RankState:
+        """Return it for live param groups, of which ``order`` has each one's number in the tag; -1 of a new one."""
+        names = [
+            (name, *live)
+            for name in (*self.leaves, *self.absent)
+            for live in _in_groups(name, tuple(self.paths.get(name, ())), order)
+        ]
+        leaves = {live: self.leaves[name] for name, live, _ in names if name in self.leaves}
+        paths = {live: path for name, live, path in names if name in self.paths}
+        return replace(
+            self, leaves=leaves, paths=paths, absent=[live for name, live, _ in names if name in self.absent]
+        )
 
     def refuse_others(self, live: Set[Mesh]) -> None:
         """Raise IncompatibleState if they were not saved on these meshes of a job."""
@@ -99,6 +112,17 @@ class RankState:
                 f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. "
                 f"{how_to_leave_out([name])}"
             )
+
+
+def _in_groups(name: str, path: Path, order: Sequence[int]) -> Iterator[tuple[str, Path]]:
+    """Yield names and paths that an option of a saved param group has in live ones."""
+    if not is_below(name, {PARAM_GROUPS}):
+        yield name, path
+        return
+    saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
+    for live, number in enumerate(order):
+        if saved == str(number):
+            yield f"{PARAM_GROUPS}/{live}/{option}", (*path[:1], live, *path[2:])
 
 
 def _live_path(name: str, path: Path, index_of: Mapping[str, int]) -> Path:

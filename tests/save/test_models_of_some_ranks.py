@@ -320,3 +320,35 @@ def test_plain_tensors_of_some_ranks_of_a_mesh_come_back(gloo_ranks: RankPool, t
         noticed = said.pop(1)
         assert later == ("model/frozen.weight" in noticed)
         assert [""] * 4 == said
+
+
+def other_groups(rank: int, directory: Path) -> list[list[float]]:
+    """Rates of live param groups after a load: in another order, one alone, cut in two, and beside a new one."""
+    a, b, more = (nn.Linear(3, 3) for _ in range(3))
+    models = nn.ModuleDict({"a": a, "b": b})
+
+    def adam(*groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": list(group), "lr": 9.0} for group in groups])
+
+    optimizer = adam(a.parameters(), b.parameters())
+    for group, rate in zip(optimizer.param_groups, (1.0 + rank, 5.0), strict=True):
+        group["lr"] = rate
+    new = nn.ModuleDict({"more": more, "a": a, "b": b})
+    loads: list[tuple[Any, Any, dict[str, Any]]] = [
+        (models, adam(b.parameters(), a.parameters()), {}),
+        (b, adam(b.parameters()), {"prefix": "b."}),
+        (models, adam(b.parameters(), [a.weight], [a.bias]), {}),
+        (new, adam(more.parameters(), b.parameters(), a.parameters()), {"strict": False}),
+    ]
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, models, optimizer)
+        for model, live, how in loads:
+            checkpointer.load(1, model, live, **how)
+    return [[group["lr"] for group in live.param_groups] for _, live, _ in loads]
+
+
+def test_each_rank_gets_its_own_options_in_other_param_groups(gloo_ranks: RankPool, tmp_path: Path) -> None:
+    """They went to the live groups of the saved numbers, whose parameters are others."""
+    assert [
+        [[5.0, own], [5.0], [5.0, own, own], [9.0, 5.0, own]] for own in (1.0, 2.0, 3.0, 4.0)
+    ] == gloo_ranks.run(other_groups, tmp_path)
