@@ -117,7 +117,7 @@ class LoadPlanner:
         self._model = context.model
         self._optimizer = context.optimizer
         self._is_regrouped = False
-        self._group_order: list[int] | None = None
+        self._group_order: list[list[int]] | None = None
         self._left: Sequence[str] = ()
         self._exact = ExactWeights({}, ())
         if self._filter and self._model is not None and self._opened.parts.model:
@@ -370,13 +370,14 @@ class LoadPlanner:
             return name in fresh or filtered.covers(name)
 
         tree = source.tree(form, filtered.ignores, covers)
-        order = source.group_order(form, covers)
-        self._group_order = [*order, *range(len(order), len(form.groups))]
+        groups = source.group_order(form, covers)
+        order = [saved[0] for saved in groups]
+        self._group_order = [*groups, *([number] for number in range(len(order), len(form.groups)))]
         for number, (group, options) in enumerate(zip(tree["param_groups"], form.options, strict=False)):
             names = [live[index] for index in group["params"]] if form.ordinary is None else []
             if names and fresh.issuperset(f"optim/{name}" for name in names):
                 group.update(options)
-                self._group_order[number] = -1
+                self._group_order[number] = []
         mesh = self._opened.mesh
         stage_only = mesh is not None and mesh.takes_own  # then other stages' groups come after its own
         self._is_regrouped = order != list(range(len(order) if stage_only else len(source.groups)))

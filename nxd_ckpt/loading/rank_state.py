@@ -46,8 +46,13 @@ class RankState:
     def _names(self) -> frozenset[str]:
         return frozenset((*self.leaves, *self.absent))
 
-    def regrouped(self, order: Sequence[int]) -> RankState:
-        """Return it for live param groups, of which ``order`` has each one's number in the tag; -1 of a new one."""
+    def regrouped(self, order: Sequence[Sequence[int]]) -> RankState:
+        """Return it for live param groups, of which ``order`` has each one's numbers in the tag; none of a new one.
+
+        Raises IncompatibleState if groups become one that have other options on this rank.
+        """
+        for name in self.leaves if any(len(numbers) > 1 for numbers in order) else ():
+            self._refuse_joined(name, order)
         names = [
             (name, *live)
             for name in (*self.leaves, *self.absent)
@@ -58,6 +63,17 @@ class RankState:
         return replace(
             self, leaves=leaves, paths=paths, absent=[live for name, live, _ in names if name in self.absent]
         )
+
+    def _refuse_joined(self, name: str, order: Sequence[Sequence[int]]) -> None:
+        saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
+        for number, numbers in enumerate(order):
+            values = [repr(self.leaves.get(f"{PARAM_GROUPS}/{each}/{option}", ...)) for each in numbers]
+            if saved in map(str, numbers) and len({*values}) > 1:
+                raise IncompatibleState(
+                    f"{self.where}: {name} differed between the ranks that saved it, and the live param group {number} "
+                    f"holds parameters of groups {first_of(list(map(str, numbers)))}, which had other values on this "
+                    f"rank. Build the groups as at the save, or keep the live options: {how_to_leave_out([name])}"
+                )
 
     def refuse_others(self, live: Set[Mesh]) -> None:
         """Raise IncompatibleState if they were not saved on these meshes of a job."""
@@ -114,14 +130,14 @@ class RankState:
             )
 
 
-def _in_groups(name: str, path: Path, order: Sequence[int]) -> Iterator[tuple[str, Path]]:
+def _in_groups(name: str, path: Path, order: Sequence[Sequence[int]]) -> Iterator[tuple[str, Path]]:
     """Yield names and paths that an option of a saved param group has in live ones."""
     if not is_below(name, {PARAM_GROUPS}):
         yield name, path
         return
     saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
-    for live, number in enumerate(order):
-        if saved == str(number):
+    for live, numbers in enumerate(order):
+        if saved in map(str, numbers[:1]):
             yield f"{PARAM_GROUPS}/{live}/{option}", (*path[:1], live, *path[2:])
 
 

@@ -90,17 +90,17 @@ class ReshardedOptimizer:
         """Keys that the optimizer's class adds to torch's state dict, equal on all ranks."""
         return next((saved.own for saved in self._references.values()), {})
 
-    def group_order(self, form: OptimizerForm, covers: Covers) -> list[int]:
-        """Return the saved group's number for each live param group, without experts' own.
+    def group_order(self, form: OptimizerForm, covers: Covers) -> list[list[int]]:
+        """Return the saved groups' numbers for each live param group, without experts' own.
 
         Its own number if none fits.
         """
-        order = []
+        order: list[list[int]] = []
         begin = 0
         for number, size in enumerate(form.groups[: form.ordinary[1] if form.ordinary else None]):
             own = [slot.name for slot in form.slots[begin : begin + size] if not covers(f"optim/{slot.name}")]
             loaded = self._find(own)
-            order.append(loaded[own[0]].slot.group if own else number)
+            order.append([*dict.fromkeys(loaded[name].slot.group for name in own)] or [number])
             begin += size
         return order
 

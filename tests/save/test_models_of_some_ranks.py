@@ -352,3 +352,22 @@ def test_each_rank_gets_its_own_options_in_other_param_groups(gloo_ranks: RankPo
     assert [
         [[5.0, own], [5.0], [5.0, own, own], [9.0, 5.0, own]] for own in (1.0, 2.0, 3.0, 4.0)
     ] == gloo_ranks.run(other_groups, tmp_path)
+
+
+def joined(rank: int, directory: Path) -> tuple[str, str]:
+    """The refusal of one live group for two, whose rates differ on all ranks but the first; and with that left out."""
+    a, b = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.ModuleDict({"a": a, "b": b})
+    groups: Any = [{"params": list(a.parameters())}, {"params": list(b.parameters()), "lr": 1.0 + rank}]
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, model, torch.optim.AdamW(groups, lr=1.0))
+        fresh = torch.optim.AdamW(model.parameters(), lr=9.0)
+        said = refusal(lambda: checkpointer.load(1, model, fresh))
+        return said, refusal(lambda: checkpointer.load(1, model, fresh, ignore_keys=["optim/param_groups"]))
+
+
+def test_groups_with_other_options_on_a_rank_do_not_become_one(pair: RankPool, tmp_path: Path) -> None:
+    """That of the second group was lost, without a word, as the first rank has equal ones."""
+    for said, without in pair.run(joined, tmp_path):
+        assert "optim/param_groups/1/lr differed between the ranks" in said
+        assert not without
