@@ -5,7 +5,7 @@ Each rank's plan follows from its own state and its group (core.mesh) alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -26,6 +26,9 @@ from nxd_ckpt.saving.replicas import Replica
 
 WORTH_A_WRITER = 64 * 2**20
 """Bytes of tensors for which one more replica writes: a load reads the index of each rank that wrote."""
+
+Form = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and shape of a tensor."""
 
 DIRECTORIES = {"model": names.MODEL_DIR, "optimizer": names.OPTIMIZER_DIR}
 
@@ -48,8 +51,9 @@ class LocalTensor:
 class MeshPlan:
     """The plan of the global ``rank`` for the state ``parts``: model and optimizer, by field of SaveState.
 
-    Ranks are places among the ``members`` of the process group that saves, if it is not the whole job. ``alone``: ranks
-    may hold other plain tensors of the model, of which the first one writes its own.
+    Ranks are places among the ``members`` of the process group that saves, if it is not the whole job. ``agreed`` are
+    name, dtype and shape of the tensors that all ranks hold, None for all: of other plain ones the first rank writes
+    its own.
 
     Raises UnsupportedState for a DTensor on a mesh that the group does not know.
     """
@@ -58,7 +62,7 @@ class MeshPlan:
     group: MeshGroup
     rank: int
     members: tuple[int, ...] | None = None
-    alone: bool = False
+    agreed: Collection[Form] | None = None
     _layouts: dict[Any, Layout] = field(default_factory=dict)
 
     @cached_property
@@ -74,21 +78,24 @@ class MeshPlan:
         """All whole tensors of the group, and the replica that writes each: the same on all of its ranks."""
         tensors = []
         for local in self.tensors.values():
-            replicas = _assign_replicas(local)
-            for tensor, replica in zip(local, replicas, strict=True):
+            replicas = iter(_assign_replicas([tensor for tensor in local if not self._may_differ(tensor)]))
+            for tensor in local:
                 number = self._numbers[id(tensor.placed.layout)]
                 dtype = form_of(tensor.leaf)[0]
-                writes = 0 if self._may_differ(tensor.about) else replica
+                writes = 0 if self._may_differ(tensor) else next(replicas)
                 tensors.append(WholeTensor(tensor.about.name, dtype, tensor.placed.shape, number, writes))
         return MeshRecord(self._ordered_layouts, tuple(tensors))
 
     @property
     def digest(self) -> str:
-        """Equal on ranks with the same record, apart from tensors that may differ."""
+        """Equal on ranks with the same record, apart from tensors that may differ, or plain ones that one rank writes.
+        """
         about = chain.from_iterable(self.tensors.values())
-        tensors = zip(self.record.tensors, about, strict=True)
-        alike = tuple(whole for whole, tensor in tensors if not self._may_differ(tensor.about))
-        record = MeshRecord(self._placed_layouts, alike)
+        tensors = list(zip(self.record.tensors, about, strict=True))
+        plain = [whole for whole, tensor in tensors if tensor.about.placed is None and not self._may_differ(tensor)]
+        shared = plain if any(whole.replica for whole in plain) else []
+        placed = [whole for whole, tensor in tensors if tensor.about.placed is not None]
+        record = MeshRecord(self._placed_layouts, (*placed, *shared))
         return sha256(document.plain(record.to_json()).encode()).hexdigest()[:32]
 
     @property
@@ -122,8 +129,10 @@ class MeshPlan:
                     writes = layout.rank_of(at, whole.replica)
                     yield Replica.of(part, number, name, tensor.leaf, writes, what, mesh=mesh)
 
-    def _may_differ(self, about: StateTensor) -> bool:
-        return may_differ(about) or (self.alone and about.placed is None)
+    def _may_differ(self, tensor: LocalTensor) -> bool:
+        about = tensor.about
+        form = about.name, form_of(tensor.leaf)[0], tensor.placed.shape
+        return may_differ(about) or (about.placed is None and self.agreed is not None and form not in self.agreed)
 
     def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed

@@ -41,7 +41,7 @@ from nxd_ckpt.formats.strides import stride_in_content
 from nxd_ckpt.formats.tensors import Assembly, Path, form_of, is_tensor, iter_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import JoinedImage, image_of
 from nxd_ckpt.live.dtensor import refuse_sizes
-from nxd_ckpt.saving.mesh_plan import MeshPlan
+from nxd_ckpt.saving.mesh_plan import Form, MeshPlan
 from nxd_ckpt.saving.planned_file import NamedLeaf, NamedTensor, PlannedFile, file_of
 from nxd_ckpt.saving.replicas import Replica, Replicas
 
@@ -99,19 +99,21 @@ class SavePlan:
 
 
 def plan_save(
-    state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None, alone: Collection[str] = ()
+    state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None = None, alone: Collection[str] = (),
+    agreed: Collection[Form] | None = None,
 ) -> SavePlan:
     """Plan the save of the rank that ``topology`` is seen from. Reads no tensor data.
 
     The leaves of the state may be live tensors, or stubs of saved ones (TensorStub, Assembly). ``groups`` are those of
-    a mesh job. Of the parts ``alone`` one replica writes all that others may hold in another form.
+    a mesh job, whose ranks ``agreed`` on these tensors. Of the parts ``alone`` one replica writes all that others may
+    hold in another form.
 
     Raises:
         InvalidArgument: ``partitions`` names a parameter that the model does not have, or an impossible partition.
         UnsupportedState: DTensors in a form that no mesh job holds.
     """
     if groups is not None or state.is_placed:
-        return _plan_mesh(state, topology, groups or [MeshGroup(tuple(range(topology.world_size)))], alone)
+        return _plan_mesh(state, topology, groups, () if "model" in alone else agreed)
     parts = state.parts(state.has_master_weights())
     if parts.lower_precision_weights and not state.lower_precision_weights and topology.rank == 0:
         why = state.needs_all_weights(parts.master_weights)
@@ -239,8 +241,9 @@ def _numbers(part: str, state: State, writes: int) -> Iterator[Replica]:
 
 
 def _plan_mesh(
-    state: SaveState, topology: Topology, groups: Sequence[MeshGroup], alone: Collection[str]
+    state: SaveState, topology: Topology, groups: Sequence[MeshGroup] | None, agreed: Collection[Form] | None
 ) -> SavePlan:
+    groups = groups or [MeshGroup(tuple(range(topology.world_size)))]
     refuse_on_mesh(state, topology)
     whole = {} if state.optimizer is None else state.optimizer.tree.get("state", {})
     if len(groups) > 1 and any(isinstance(key, str) and key.endswith(OWN_FORM) for key in whole):
@@ -250,7 +253,7 @@ def _plan_mesh(
             "state={'stage_1': ...}"
         )
     group = next(group for group in groups if topology.rank in group.ranks)
-    plan = MeshPlan(state.trees(), group, topology.rank, topology.members, alone="model" in alone)
+    plan = MeshPlan(state.trees(), group, topology.rank, topology.members, agreed)
     files = list(plan.files())
     return SavePlan(
         shared=tuple(files),

@@ -30,6 +30,7 @@ from nxd_ckpt.formats.tensors import Assembly, form_of, iter_tensors, map_tensor
 from nxd_ckpt.formats.torch_zip_writer import ZipImage, image_of
 from nxd_ckpt.layouts.payload import checked_optimizer
 from nxd_ckpt.live.state_names import is_in, key_text, leaf_name
+from nxd_ckpt.saving.mesh_plan import Form
 from nxd_ckpt.saving.plan import SavePlan, plan_objects, plan_save
 from nxd_ckpt.saving.planned_file import PlannedFile
 from nxd_ckpt.saving.replicas import LARGE, Replica, Replicas, Values
@@ -132,6 +133,8 @@ class Planner:
         """Names of what each rank saves for itself. All ranks have the same."""
         self._shared: str | None = None
         """Digest of the forms of the optimizer that several ranks write."""
+        self._agreed: set[Form] | None = None
+        """The tensors of a mesh job on which its ranks agreed."""
         self._last: _Compared | None = None
         self._staged: tuple[Any, ZipImage] | None = None
 
@@ -142,11 +145,13 @@ class Planner:
         may have others.
         """
         if agreed:
-            self._cached = None
+            self._cached = self._agreed = None
             self._shared = None if state.optimizer is None else state.optimizer.forms
         trees = {part: own.tree for part, own in state.trees().items()}
         structures = {part: structure_of(tree) for part, tree in trees.items()}
         plan = self._plan(state, structures)
+        if agreed and plan.mesh is not None:
+            self._agreed = {(each.name, each.dtype, each.shape) for each in plan.mesh.tensors}
         if self._topology.world_size == 1 and not state.own:
             return plan
         if state.scheduler is not None:
@@ -199,7 +204,7 @@ class Planner:
         if self._topology.world_size > 1:
             for part in state.trees().values():
                 _refuse_one_name(part)
-        return plan_save(state, self._topology, self.groups, {*self._written_alone(state)})
+        return plan_save(state, self._topology, self.groups, {*self._written_alone(state)}, self._agreed)
 
     def _with_replicas(
         self,
