@@ -230,9 +230,9 @@ DOCTOR = Command(
     summary="check that a checkpoint can be resumed from, and was resumed correctly",
     description=(
         "Examine a tag: its values are finite, its ranks are of one step. And whether it continues the one before it: "
-        "steps and weights moved, no part is missing, scheduler and data position agree with the steps. For a "
-        "directory, its latest tag is compared with the one before. Everything is read and verified. Exit code 1 if "
-        "there is a problem. Doubts, which may have an innocent reason, are only shown, unless --strict is given."
+        "steps and weights moved, no part is missing. For a directory, its latest tag is compared with the one before. "
+        "Everything is read and verified. Exit code 1 if there is a problem. Doubts, which may have an innocent "
+        "reason, are only shown, unless --strict is given."
     ),
     operands=(
         ("BEFORE?", "an earlier tag (default: the one before TAG)"),

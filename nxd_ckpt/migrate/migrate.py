@@ -28,10 +28,10 @@ from nxd_ckpt.hugging_face.mappings import adapter_mapping, find_mapping, shippe
 from nxd_ckpt.hugging_face.sizes import Sizes
 from nxd_ckpt.hugging_face.torchtitan_names import TorchTitanNames
 from nxd_ckpt.loading.load_attempt import OneModelTag, RenamedTag, unwrapped
-from nxd_ckpt.migrate.origin import find_origin
+from nxd_ckpt.migrate.origin import Origin, find_origin
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import locate_apart, locate_output
-from nxd_ckpt.output.model_files import config_in, read_config, read_tokenizer, with_config
+from nxd_ckpt.output.model_files import ModelFile, config_in, read_config, read_tokenizer, with_config
 from nxd_ckpt.output.output import TORCH_DCP, Output
 from nxd_ckpt.output.source import Source
 from nxd_ckpt.reshard.dcp_state import DcpState
@@ -53,11 +53,22 @@ class Translation:
     def __init__(self, source: Source, chosen: ConvertOptions) -> None:
         # Whether an optimizer was saved tells the order of copies of key-value heads, though it is left out.
         self._source = source if source.optimizer else replace(source, optimizer=None)
-        self._chosen, self._origin = chosen, find_origin(self._source, chosen)
+        self._chosen = chosen
         self._to_files = chosen.to == "hf"
+
+    @cached_property
+    def _origin(self) -> Origin:
+        return find_origin(self._source, self._chosen)
+
+    @cached_property
+    def _files(self) -> list[ModelFile]:
+        chosen = self._chosen
         config = self._origin.config if chosen.config is None else os.fspath(chosen.config)
-        self._files = [] if config is None else read_config(config, chosen.storage_options)
-        self._config = text_config(config_in(self._files))
+        return [] if config is None else read_config(config, chosen.storage_options)
+
+    @cached_property
+    def _config(self) -> Mapping[str, Any]:
+        return text_config(config_in(self._files))
 
     def _check(self) -> None:
         """Raise unless all of it can be translated."""
@@ -196,16 +207,18 @@ class Translation:
 
     def to_hf(self, dst: StrPath) -> Converted:
         """Make the Hugging Face directory ``dst``, or of an adapter PEFT's. Each rank writes some of its files."""
+        with joint_agreement(self._chosen.all_ranks, self._chosen.timeout) as agreement:
+            on_all(agreement, self._refuse_hugging_face)
+            self._order = decided_by_rank0(agreement, lambda: self._order)
+            export = on_all(agreement, lambda: self._export(dst))
+            return self._described(write_hf(export, agreement, self._chosen))
+
+    def _refuse_hugging_face(self) -> None:
         if self._origin.imported is not None:
             raise UnsupportedState(
                 f"{self._source.root.path} has Hugging Face's form already: copy it, or choose another form "
                 "(torchtitan, dcp, tag or files)"
             )
-        with joint_agreement(self._chosen.all_ranks, self._chosen.timeout) as agreement:
-            if on_all(agreement, lambda: self._copies) > 1:
-                self._order = decided_by_rank0(agreement, lambda: self._order)
-            export = on_all(agreement, lambda: self._export(dst))
-            return self._described(write_hf(export, agreement, self._chosen))
 
     def _export(self, dst: StrPath) -> Export:
         chosen = self._chosen
@@ -246,22 +259,23 @@ class Translation:
         return self._described(to_files(self._source, dst, chosen, self.tag))
 
     def to_tag(self, dst: StrPath) -> Converted:
-        """Make the tag ``dst``."""
-        origin = self._origin
+        """Make the tag ``dst``. Each rank writes some of its files."""
+        return self._described(write_tag(lambda process, processes: self._job(dst), self._chosen))
+
+    def _job(self, dst: StrPath) -> Job:
         chosen = self._chosen
         tag = self.tag
         form = "plain" if chosen.optimizer_form is None else chosen.optimizer_form
         optimizer = None if tag.parts.optimizer is None else form
         use_xser = bool(chosen.use_xser)
-        job = Job(
+        return Job(
             self._source,
             locate_output(dst, self._source.place, chosen.overwrite, chosen.written_with),
             Target(chosen.topology, optimizer, use_xser, partitions=chosen.partitions, stages=chosen.stages),
             replace(tag.parts, optimizer=optimizer, use_xser=use_xser),
-            imported=origin.imported,
+            imported=self._origin.imported,
             terms=self.terms,
         ).of(self._opened, chosen)
-        return self._described(write_tag(lambda process, processes: job, chosen))
 
     @cached_property
     def tag(self) -> HuggingFaceTag:

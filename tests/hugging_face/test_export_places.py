@@ -16,6 +16,8 @@ from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.hugging_face.reference import Job, Model, State
 from tests.hugging_face.saved import differences, save_job, weights, write_config
 from tests.support.processes import run_ranks
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refusal
 
 JOB = Job(Model(heads=8), tp=4, qkv="linear", copies=2)
 
@@ -85,3 +87,18 @@ def test_processes_share_the_files(tmp_path: Path) -> None:
     counts = [int(one.stdout.split()[-1]) for one in ended]  # gloo prints too
     assert counts == [len(list((tmp_path / "out").iterdir()))] * 2
     assert [] == differences(JOB.model.state(), weights(tmp_path / "out"))
+
+
+def exported(rank: int, tag: Path, config: Path, out: Path, how: dict[str, Any]) -> str:
+    """The refusal of an export of which rank 1 has no config.json."""
+    mine = config.with_name("absent") if rank == 1 else config
+    return refusal(lambda: convert(tag, out, config=mine, kv_size_multiplier=2, all_ranks=True, timeout=600, **how))
+
+
+@pytest.mark.parametrize("how", [{"to": "hf"}, {"to": "tag", "names": "hf"}], ids=["hf", "tag"])
+def test_what_one_process_lacks_is_told_to_all(gloo_ranks: RankPool, tmp_path: Path, how: dict[str, Any]) -> None:
+    """At once: the others waited for it until the timeout, and told of that."""
+    config = write_config(tmp_path / "config", JOB.model.config)
+    tag = save_job(tmp_path / "run", JOB, JOB.model.state())
+    told = gloo_ranks.run(exported, tag, config, tmp_path / "out" / "a", how)
+    assert all("absent" in said for said in told)
