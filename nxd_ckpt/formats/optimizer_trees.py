@@ -57,6 +57,15 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in group.items() if option not in _OF_PARAMETERS}
 
 
+def numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with numbers, in order of the param groups, in place of the parameters' names."""
+    names = (name for group in tree["param_groups"] for name in group["params"])
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in tree["param_groups"]]
+    states = {numbers.get(name, name): state for name, state in tree.get("state", {}).items()}
+    return {**tree, "state": states, "param_groups": groups}
+
+
 def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of the ordinary and of the expert optimizer, each with indices from 0."""
     groups = saved["param_groups"]

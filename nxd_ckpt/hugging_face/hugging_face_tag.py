@@ -15,7 +15,7 @@ from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import PartNotFound
-from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, restore_types
+from nxd_ckpt.formats.optimizer_trees import MASTER_WEIGHTS, numbered, restore_types
 from nxd_ckpt.formats.tensors import Assembly, DeferredAssembly, Fragment, ReshapedAssembly, cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import HfTensor
 from nxd_ckpt.hugging_face.mapped_optimizer import MappedOptimizer
@@ -151,7 +151,7 @@ class HuggingFaceTag(OpenTag):
     def user_content(self) -> Any:
         return self.terms.content
 
-    def optimizer_names(self, at: Coordinates) -> list[str] | None:
+    def optimizer_names(self, at: Coordinates) -> list[str]:
         return [name for group in self.param_groups for name in group["params"]]
 
     @property
@@ -183,12 +183,6 @@ class HuggingFaceTag(OpenTag):
         if self.optimizer is None:
             raise PartNotFound(f"{self.where}: it was opened without an optimizer")
         document = self.optimizer.document
-        numbers: dict[str, int] = {}
-        groups = []
-        for group in self.param_groups:
-            own = range(len(numbers), len(numbers) + len(group["params"]))
-            numbers.update(zip(group["params"], own, strict=True))
-            groups.append({**group, "params": list(own)})
         by_name = {self._name(name): dict(entries) for name, entries in document["state"].items()}
         for tensor in self.state_tensors:
             if tensor.entry is not None and tensor.entry != MASTER_WEIGHTS:
@@ -196,10 +190,11 @@ class HuggingFaceTag(OpenTag):
                 by_name.setdefault(name, {})[tensor.entry] = self._leaf(name, tensor, tensor.dtype)
         titan = self.terms.torchtitan
         if titan is not None:
-            together = [each for each in titan.fused(by_name) if each[0] in numbers]  # not in different param groups
+            listed = self.optimizer_names(at)
+            together = [each for each in titan.fused(by_name) if each[0] in listed]  # not in different param groups
             by_name |= {name: self._fused(parts, by_name) for name, parts in together}
-        state: dict[Any, Any] = {numbers[name]: entries for name, entries in by_name.items()}
-        return restore_types({"state": {**state, **document.get("general", {})}, "param_groups": groups})
+        state = {**by_name, **document.get("general", {})}
+        return restore_types(numbered({"state": state, "param_groups": self.param_groups}))
 
     def _name(self, name: str) -> str:
         titan = self.terms.torchtitan

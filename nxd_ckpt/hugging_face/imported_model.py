@@ -15,15 +15,15 @@ from nxd_ckpt.core.manifest import ParameterSpec, Parts
 from nxd_ckpt.core.name_patterns import Numbers, Pattern, PatternIndex, Renaming
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, PartNotFound, TopologyMismatch
+from nxd_ckpt.errors import DtypeMismatch, InvalidArgument, KeyMismatch, TopologyMismatch
 from nxd_ckpt.formats.state import ModelState, SaveState, StateTensor
 from nxd_ckpt.formats.tensors import cast_dtype
 from nxd_ckpt.hugging_face.hf_slice import partition_of, whole_shape
 from nxd_ckpt.hugging_face.mapping import MappingRule, Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import HuggingFaceTensors, UnpackedTensors
 from nxd_ckpt.hugging_face.sizes import Sizes
-from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory
+from nxd_ckpt.layouts.payload import Payload, PayloadFile
 from nxd_ckpt.layouts.quantization import Quantization
 from nxd_ckpt.reshard.target import interleaved, redistribute_layers
 
@@ -158,18 +158,15 @@ class ImportTarget:
     quantization: Quantization | None = None
 
 
-class ImportedFiles:
+class ImportedFiles(PayloadFile):
     """Layout (`TagLayout`) of ``directory`` as the tag of a job on one rank, by ``target``, whose sizes do not count.
 
     Raises the errors of `ImportedModel.state`.
     """
 
     def __init__(self, directory: HuggingFaceDirectory, target: ImportTarget) -> None:
-        self.files: TagFiles = directory.files
+        super().__init__(directory.files, "", Payload({}))
         self.model: ImportedModel = ImportedModel(directory, target)
-
-    def topology(self) -> Topology:
-        return Topology()
 
     def parts(self) -> Parts:
         return Parts(model=True)
@@ -177,18 +174,6 @@ class ImportedFiles:
     def model_tree(self, at: Coordinates) -> dict[str, Any]:
         state = self.model.state(Topology()).model
         return {} if state is None else dict(state.tree)
-
-    def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        raise PartNotFound(f"{self.files.directory}: a model without an optimizer")
-
-    def optimizer_names(self, at: Coordinates) -> list[str] | None:
-        return None
-
-    def scheduler(self) -> Any:
-        raise PartNotFound(f"{self.files.directory}: a model without a scheduler")
-
-    def user_content(self) -> Any:
-        raise PartNotFound(f"{self.files.directory}: a model without user content")
 
 
 class ImportedModel:

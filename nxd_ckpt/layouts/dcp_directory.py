@@ -26,10 +26,10 @@ from nxd_ckpt.core.dcp_names import (
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, KeyMismatch, MalformedFile, PartNotFound
-from nxd_ckpt.formats.optimizer_trees import restore_types
+from nxd_ckpt.formats.optimizer_trees import numbered
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, by_digest
 from nxd_ckpt.layouts.files import TagFiles
-from nxd_ckpt.layouts.payload import reading
+from nxd_ckpt.layouts.payload import masters_apart, reading
 from nxd_ckpt.layouts.rank_items import RankItems, is_present
 from nxd_ckpt.layouts.torch_dcp import METADATA, Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
 
@@ -150,19 +150,14 @@ class DcpTrees:
         """The optimizer's parameters, by index."""
         return [name for group in self.groups for name in group[PARAMS]]
 
-    def numbered_groups(self) -> list[dict[str, Any]]:
-        """Return the groups with the indices of their parameters instead of names."""
-        numbered = []
-        begin = 0
-        for group in self.groups:
-            end = begin + len(group[PARAMS])
-            numbered.append({**group, PARAMS: list(range(begin, end))})
-            begin = end
-        return numbered
+    def optimizer_tree(self) -> dict[str, Any]:
+        """Return the optimizer's state dict, with parameters by number."""
+        groups = self.groups  # which settle what belongs to which parameter
+        states = {name: self._state(name) for name in self.parameters if self.states.get(name)}
+        return numbered({"state": states, "param_groups": groups})
 
-    def state(self, parameter: str) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter."""
-        entries = ((self._below[name], self._entries.entry(name)) for name in self.states.get(parameter, {}).values())
+    def _state(self, parameter: str) -> dict[str, Any]:
+        entries = ((self._below[name], self._entries.entry(name)) for name in self.states[parameter].values())
         return dict(nested(entries))
 
     def scheduler(self) -> Any:
@@ -330,22 +325,9 @@ class DcpDirectory:
 
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
-        states: dict[int, dict[str, Any]] = {}
-        masters: dict[int, Any] = {}
-        names = self._trees.parameters
-        for index, parameter in enumerate(names):
-            entries = self._trees.state(parameter)
-            if MASTER_WEIGHTS in entries:
-                masters[index] = entries.pop(MASTER_WEIGHTS)
-            if entries:
-                states[index] = entries
-        tree: dict[str, Any] = {
-            "state": {},
-            "param_groups": self._trees.numbered_groups(),
-            "base_state": states,
-            "shape_info": {index: self._shape(parameter) for index, parameter in enumerate(names)},
-        }
-        return restore_types(tree | ({"sharded_master_weights": masters} if masters else {}))
+        tree = self._trees.optimizer_tree()
+        shapes = {index: self._shape(parameter) for index, parameter in enumerate(self._trees.parameters)}
+        return masters_apart(tree, shapes)
 
     @reading
     def optimizer_names(self, at: Coordinates) -> list[str] | None:

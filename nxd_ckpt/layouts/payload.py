@@ -18,7 +18,7 @@ from nxd_ckpt.core.parameter_names import is_extra_state
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.formats.optimizer_trees import MOMENTS, restore_types
+from nxd_ckpt.formats.optimizer_trees import MASTERS, MOMENTS, numbered, restore_types
 from nxd_ckpt.formats.tensors import TensorReference, TensorStub, iter_tensors, map_tensors, tensor_types
 from nxd_ckpt.layouts.files import MissingTensor, TagFiles
 
@@ -291,26 +291,22 @@ def names_of_groups(tree: Mapping[str, Any]) -> list[str] | None:
     return names if names and all(isinstance(name, str) for name in names) else None
 
 
-def _numbered(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the state dict with numbers in place of the parameters' ``names``."""
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in tree["param_groups"]]
-    states = {numbers.get(name, name): state for name, state in tree.get("state", {}).items()}
-    return {**tree, "state": states, "param_groups": groups}
+def masters_apart(tree: dict[str, Any], shapes: Mapping[int, tuple[int, ...]] | None = None) -> dict[str, Any]:
+    """Return the state dict as ZeRO-1's on one rank if it has master weights among the entries of parameters.
 
-
-def _masters_apart(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict as ZeRO-1's on one rank if it has master weights among the entries of parameters."""
+    With the ``shapes`` of parameters it becomes ZeRO-1's in any case.
+    """
     states = {index: state for index, state in tree.get("state", {}).items() if isinstance(state, dict)}
     masters = {index: state[MASTER_WEIGHTS] for index, state in states.items() if MASTER_WEIGHTS in state}
-    if not masters:
+    if not masters and shapes is None:
         return tree
     rest = {
         index: {key: value for key, value in state.items() if key != MASTER_WEIGHTS} for index, state in states.items()
     }
-    shapes = {index: master.shape for index, master in masters.items()}
-    apart = {"base_state": {**tree["state"], **rest}, "shape_info": shapes, "sharded_master_weights": masters}
-    return restore_types({**tree, "state": {}, **apart})
+    if shapes is None:
+        shapes = {index: master.shape for index, master in masters.items()}
+    apart: dict[str, Any] = {"base_state": {**tree["state"], **rest}, "shape_info": shapes}
+    return restore_types({**tree, "state": {}, **apart, **({MASTERS: masters} if masters else {})})
 
 
 class PayloadFile:
@@ -335,7 +331,7 @@ class PayloadFile:
     @reading
     def parts(self) -> Parts:
         optimizer = self._payload.optimizer
-        optimizer = optimizer if optimizer is None else _masters_apart(optimizer)
+        optimizer = optimizer if optimizer is None else masters_apart(optimizer)
         return Parts(
             model=self._payload.model is not None,
             optimizer=None if optimizer is None else "zero1" if "base_state" in optimizer else "plain",
@@ -351,8 +347,7 @@ class PayloadFile:
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         tree = self._optimizer(self._payload_of(at), self.where)
-        names = names_of_groups(tree)
-        return _masters_apart(tree if names is None else _numbered(tree, names))
+        return masters_apart(tree if names_of_groups(tree) is None else numbered(tree))
 
     @reading
     def optimizer_names(self, at: Coordinates) -> list[str] | None:

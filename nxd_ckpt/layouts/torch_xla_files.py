@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from math import prod
 from typing import Any
 
@@ -25,6 +24,7 @@ from nxd_ckpt.core.parameter_names import NOT_DECAYED, Shape, grouped
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, OptimizerMismatch, PartNotFound, UnsupportedState
+from nxd_ckpt.formats.optimizer_trees import numbered
 from nxd_ckpt.formats.tensors import (
     Assembly,
     Fragment,
@@ -188,18 +188,16 @@ class FsdpFiles(PayloadFile):
     @reading
     def optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the optimizer's state dict as for an unsharded model: an entry for each parameter."""
-        states: dict[int, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         groups = []
-        numbers = count()
         for options, names in zip(self._optimizers[0]["param_groups"], self._groups, strict=True):
-            own: list[int] = []
+            groups.append({**options, "params": []})
             for index, name in zip(options["params"], names, strict=True):
                 for member in self._sharded[name].members:
-                    own.append(next(numbers))
+                    groups[-1]["params"].append(member.name)
                     if entries := self._entries(index, self._sharded[name], member):
-                        states[own[-1]] = entries
-            groups.append({**options, "params": own})
-        return {"state": states, "param_groups": groups}
+                        states[member.name] = entries
+        return numbered({"state": states, "param_groups": groups})
 
     @reading
     def optimizer_names(self, at: Coordinates) -> list[str]:

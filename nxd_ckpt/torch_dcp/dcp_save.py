@@ -245,9 +245,7 @@ def contents_of(collected: CollectedState, dcp_names: DcpNames) -> Contents:
     if trees.model:
         structures.add(names.MODEL_DIR, trees.model_tree())
     if parameters is not None:
-        states = ((index, trees.state(parameter)) for index, parameter in enumerate(parameters))
-        tree = {"state": {index: state for index, state in states if state}, "param_groups": trees.numbered_groups()}
-        structures.add(names.OPTIMIZER_DIR, tree)
+        structures.add(names.OPTIMIZER_DIR, trees.optimizer_tree())
     objects = dict(structures.files)
     objects |= {names.SCHEDULER: trees.scheduler()} if trees.has_scheduler else {}
     objects |= {names.USER_CONTENT: trees.content()} if trees.has_content else {}
