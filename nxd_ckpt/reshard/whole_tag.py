@@ -7,8 +7,9 @@ tensors are cut, or which parameters the entries of their optimizer belong to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from nxd_ckpt.core.manifest import ParameterSpec
@@ -40,7 +41,7 @@ from nxd_ckpt.formats.tensors import (
 )
 from nxd_ckpt.layouts.files import MissingTensor
 from nxd_ckpt.options.execution import SavedNames
-from nxd_ckpt.reshard.resharded_state import partitions_of_tag, recorded_state
+from nxd_ckpt.reshard.resharded_state import ReshardedState, partitions_of_tag, recorded_state
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.verification import refuse_missing
 
@@ -88,7 +89,6 @@ class WholeTag:
 
     Args:
         opened: the tag.
-        live: sizes of another job, and a rank in it, to see that rank's tensors instead of whole ones.
         partitions: cuts of parameters of the tag, by name, where it does not record them.
         saved_param_names: the optimizer's parameter names as saved, by stage and group, where the tag has none.
     """
@@ -97,22 +97,14 @@ class WholeTag:
         self,
         opened: OpenTag,
         *,
-        live: Topology | None = None,
         partitions: Mapping[str, Partition] | None = None,
         saved_param_names: SavedNames | None = None,
     ) -> None:
-        partitions = partitions_of_tag(opened, partitions)
         self.opened = opened
-        self._partitions = partitions
-        self._saved_names = saved_param_names
-        self._state = recorded_state(opened, live or Topology(), partitions=partitions, saved_names=saved_param_names)
-        self._context = self._state.context
+        cuts = partitions_of_tag(opened, partitions)
+        self._state = recorded_state(opened, Topology(), partitions=cuts, saved_names=saved_param_names)
         self._model = self._state.model
         self._optimizer = self._state.optimizer
-
-    def seen_from(self, live: Topology) -> WholeTag:
-        """Return this tag as another rank would hold it."""
-        return WholeTag(self.opened, live=live, partitions=self._partitions, saved_param_names=self._saved_names)
 
     @cached_property
     def tensors(self) -> dict[str, GlobalTensor]:
@@ -121,25 +113,24 @@ class WholeTag:
         Raises:
             OptimizerMismatch: ``saved_param_names`` do not fit the optimizer.
         """
-        by_name = {name: self._describe(name, *place) for name, place in self._model_places.items()}
-        by_name |= {name: self._describe_entry(name, *place) for name, place in self._entry_places.items()}
-        for name, (_, leaf) in self._general_places.items():
-            by_name[name] = GlobalTensor(name, *form_of(leaf), form_of(leaf)[1], None)
-        return by_name
+        places = {**self._model_places, **self._optimizer_places}
+        return {name: self._describe(name, *place) for name, place in places.items()}
 
-    @cached_property
+    @property
     def values(self) -> dict[str, Any]:
         """Values that are no tensors (Python numbers, extra state), by names of the same kind."""
         return {name: value for name, (_, value) in self._value_places.items()}
 
     def path(self, name: str) -> Path:
         """Return the keys that lead to a name: "model" or "optim", the parameter's name, and so on."""
-        places = next(table for table in (self._model_places, self._entry_places, self._value_places) if name in table)
-        return places[name][0]
+        return (self._place(name) or self._value_places[name])[0]
 
     def is_general(self, name: str) -> bool:
         """Return whether the name is optimizer state that belongs to no parameter."""
-        return name in self._general_places or (name in self._value_places and self.path(name)[:2] == _GENERAL)
+        return self._is_general(self.path(name))
+
+    def _is_general(self, path: Path) -> bool:
+        return path[:2] == _GENERAL and path[1] not in self._optimizer.slots
 
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -168,44 +159,44 @@ class WholeTag:
             TopologyMismatch: its cut is not known.
             OptimizerMismatch, IncompatibleState: it cannot be assembled; the message says why.
         """
-        if name in self._model_places:
-            return self._model_leaf(self._model_places[name][0][1:])
-        tensor: TensorStub | Assembly
-        if name in self._entry_places:
-            (_, parameter, key, *inner), _ = self._entry_places[name]
-            tensor = _at(self._entry_value(parameter, key), inner)
-            return tensor
-        if name in self._general_places:
-            _, tensor = self._general_places[name]
-            refuse_missing(self.opened.where, {name: tensor})
-            return tensor
-        names = [*self._model_places, *self._entry_places]
-        close = closest(name, names)
-        others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
-        hint = others if close is None else f"did you mean {close!r}?"
-        raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {hint}")
+        return self._leaf(self._state, name)
 
-    def leaf_or_parts(self, name: str) -> list[TensorStub | Assembly]:
-        """Return the tensor alone; if it cannot be assembled, what each rank holds of it (see `leaves_by_rank`).
-
-        Raises PartLost for a file that is gone, and the errors of `leaves_by_rank`.
-        """
-        try:
-            return [self.leaf(name)]
-        except PartLost:
-            raise
-        except (IncompatibleState, PartNotFound):
-            return self.leaves_by_rank(name)
+    def _leaf(self, state: ReshardedState, name: str) -> TensorStub | Assembly:
+        """Return the tensor as the rank of ``state`` would hold it."""
+        place = self._place(name)
+        if place is None:
+            names = [*self._model_places, *self._optimizer_places]
+            close = closest(name, names)
+            others = f"it has {len(names)}{', such as ' if names else ''}{', '.join(names[:3])}"
+            hint = others if close is None else f"did you mean {close!r}?"
+            raise KeyMismatch(f"{self.opened.where} has no tensor {name!r}; {hint}")
+        (part, parameter, *keys), leaf = place
+        if self._is_general(place[0]):
+            refuse_missing(self.opened.where, {name: leaf})
+        elif part == "model":
+            leaf = _at(self._model_value(state, parameter), keys)
+        else:
+            leaf = _at(self._entry_value(state, parameter, keys[0]), keys[1:])
+        assert isinstance(leaf, (TensorStub, Assembly))
+        return leaf
 
     def parts_or_problem(self, name: str, problems: dict[str, str]) -> list[TensorStub | Assembly] | None:
-        """Return `leaf_or_parts`; None if that cannot be read, and ``problems`` says why, by name. Raises PartLost."""
-        try:
-            return self.leaf_or_parts(name)
-        except PartLost:
-            raise
-        except (IncompatibleState, PartNotFound) as error:
-            problems[name] = str(error)
-            return None
+        """Return the tensor alone; if it cannot be assembled, what each rank holds of it (see `leaves_by_rank`).
+
+        None if that cannot be read, and ``problems`` says why, by name. Raises PartLost for a file that is gone.
+        """
+        for leaves in (self._leaves, self.leaves_by_rank):
+            try:
+                return leaves(name)
+            except PartLost:
+                raise
+            except (IncompatibleState, PartNotFound) as error:
+                problem = str(error)
+        problems[name] = problem
+        return None
+
+    def _leaves(self, name: str) -> list[TensorStub | Assembly]:
+        return [self.leaf(name)]
 
     def leaves_by_rank(self, name: str) -> list[TensorStub | Assembly]:
         """Return what each expert- and tensor-parallel rank holds of the tensor; its cut need not be known.
@@ -214,35 +205,30 @@ class WholeTag:
 
         Raises KeyMismatch, PartNotFound, OptimizerMismatch or IncompatibleState like `leaf`.
         """
-        if name not in self._entry_places or self._is_assembled(*self._entry_places[name]):
-            return [seen.leaf(name) for seen in self._by_rank]
+        path, leaf = self._place(name) or ((), None)
+        if len(path) != 3 or self._is_one(path, _form(leaf)[1]) or self._is_cut(path, leaf):
+            return [self._leaf(state, name) for state in self._by_rank]
         try:
-            return list(self._stubs_by_rank(name))
+            return list(self._stubs_by_rank(self._state, path))
         except TopologyMismatch:
-            return [leaf for seen in self._by_rank for leaf in seen._stubs_by_rank(name)]
+            return [leaf for state in self._by_rank for leaf in self._stubs_by_rank(state, path)]
 
-    def _stubs_by_rank(self, name: str) -> Sequence[TensorStub]:
-        (_, parameter, key), _ = self._entry_places[name]
-        return self._optimizer.stubs_by_rank(parameter, key, self._spec_of(parameter))
-
-    def _is_assembled(self, path: Path, leaf: Any) -> bool:
-        """Return whether an optimizer's entry is one tensor of all ranks: shaped like its parameter, or a scalar."""
-        (_, parameter, key, *inner), (_, shape) = path, form_of(leaf)
-        scalar = key == STEP or not shape
-        return scalar or bool(inner) or self._optimizer.is_shaped_like(self._optimizer.slots[parameter], shape)
+    def _stubs_by_rank(self, state: ReshardedState, path: Path) -> Sequence[TensorStub]:
+        _, parameter, key = path
+        return state.optimizer.stubs_by_rank(parameter, key, self._spec_of(state, parameter))
 
     @cached_property
-    def _by_rank(self) -> list[WholeTag]:
+    def _by_rank(self) -> list[ReshardedState]:
         sizes = self.opened.topology
         ranks = range(sizes.ep * sizes.tp)
-        return [self.seen_from(Topology(dp=sizes.ep, tp=sizes.tp, ep=sizes.ep, rank=rank)) for rank in ranks]
+        return [self._state.seen_from(Topology(dp=sizes.ep, tp=sizes.tp, ep=sizes.ep, rank=rank)) for rank in ranks]
 
     def model_state(self) -> dict[str, Any]:
         """Return the model's state dict: a stub or assembly for each tensor, other values as saved.
 
         Raises PartNotFound, TopologyMismatch or IncompatibleState if a tensor cannot be assembled.
         """
-        return {name: self._model_value(name, value) for name, value in self._model.values.items()}
+        return {name: self._model_value(self._state, name) for name in self._model.values}
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return the entries of each parameter that has any, with its master weights, by parameter name.
@@ -250,37 +236,27 @@ class WholeTag:
         Raises PartNotFound, TopologyMismatch, OptimizerMismatch or IncompatibleState if one cannot be assembled.
         """
         return {
-            name: {key: self._entry_value(name, key) for key in entries}
+            name: {key: self._entry_value(self._state, name, key) for key in entries}
             for name, slot in self._optimizer.slots.items()
             if (entries := slot.state)
         }
 
-    @cached_property
-    def general_state(self) -> dict[str, Any]:
+    @property
+    def general_state(self) -> Mapping[str, Any]:
         """Optimizer state that belongs to no parameter, equal on all ranks, by the optimizer's keys."""
-        return dict(self._optimizer.general)
+        return self._optimizer.general
 
-    def _model_value(self, name: str, value: Any) -> Any:
-        if isinstance(value, _LEAVES):
-            return self._model_leaf((name,))
-        tree = self._model.leaf(name, None)
-        refuse_missing(self.opened.where, tree)
-        return tree
+    def _model_value(self, state: ReshardedState, name: str) -> Any:
+        value = self._model.values[name]
+        dtype, shape = _form(value) if is_tensor(value) else ("", None)
+        spec = None if shape is None else state.context.as_recorded(name, dtype, shape)
+        return map_tensors(state.model.leaf(name, spec), partial(state.required_weight, name), _LEAVES)
 
-    def _model_leaf(self, path: Path) -> TensorStub | Assembly:
-        name = path[0]
-        value = self._model.values[path[0]]
-        spec = self._context.as_recorded(name, *_form(value)) if is_tensor(value) else None
-        leaf = self._model.leaf(name, spec)
-        weight = self._state.required_weight(_name(*path), _at(leaf, path[1:]))
-        assert isinstance(weight, (TensorStub, Assembly))
-        return weight
-
-    def _entry_value(self, parameter: str, key: str) -> Any:
+    def _entry_value(self, state: ReshardedState, parameter: str, key: str) -> Any:
         try:
-            spec = self._spec_of(parameter)
-            self._optimizer.slot(parameter, spec)
-            return self._optimizer.value(parameter, key, spec)
+            spec = self._spec_of(state, parameter)
+            state.optimizer.slot(parameter, spec)
+            return state.optimizer.value(parameter, key, spec)
         except TopologyMismatch as error:
             if not parameter.startswith("#"):
                 raise
@@ -289,76 +265,74 @@ class WholeTag:
                 "pass saved_param_names=: for each pipeline stage, for each param group, the names in order"
             ) from error
 
-    def _spec_of(self, parameter: str) -> ParameterSpec:
-        slot = self._optimizer.slots[parameter]
-        return self._context.as_recorded(parameter, "float32", slot.likely_shape, expert=slot.expert)
+    def _spec_of(self, state: ReshardedState, parameter: str) -> ParameterSpec:
+        slot = state.optimizer.slots[parameter]
+        return state.context.as_recorded(parameter, "float32", slot.likely_shape, expert=slot.expert)
 
     @cached_property
     def _model_places(self) -> dict[str, _Place]:
-        return _places({"model": self._model.values})
+        return dict(_places(("model",), self._model.values))
 
     @cached_property
-    def _entry_places(self) -> dict[str, _Place]:
-        return _places({"optim": {name: slot.state for name, slot in self._optimizer.slots.items()}})
+    def _optimizer_places(self) -> dict[str, _Place]:
+        places: dict[str, _Place] = {}
+        for parameter, slot in self._optimizer.slots.items():
+            places.update(_places(("optim", parameter), slot.state))
+        return {**places, **dict(_places(_GENERAL, self.general_state))}
 
-    @cached_property
-    def _general_places(self) -> dict[str, _Place]:
-        section, key = _GENERAL
-        return _places({section: {key: self.general_state}})
+    def _place(self, name: str) -> _Place | None:
+        return (self._model_places if name in self._model_places else self._optimizer_places).get(name)
 
     @cached_property
     def _value_places(self) -> dict[str, _Place]:
         """Values that are no tensors, with their paths, by name; containers with tensors in them are split."""
-        candidates: list[tuple[Path, Any]] = [(("model", name), value) for name, value in self._model.values.items()]
-        candidates += [
-            (("optim", name, key), value)
-            for name, slot in self._optimizer.slots.items()
-            for key, value in slot.entries.items()
-        ]
-        candidates += [((*_GENERAL, key), value) for key, value in self.general_state.items()]
+        trees: list[tuple[Path, Mapping[str, Any]]] = [(("model",), self._model.values)]
+        trees += [(("optim", name), slot.entries) for name, slot in self._optimizer.slots.items()]
+        trees += [(_GENERAL, self.general_state)]
         places: dict[str, _Place] = {}
-        for prefix, value in candidates:
-            places.update({_name(*path): (path, leaf) for path, leaf in _without_tensors(prefix, value)})
+        for above, tree in trees:
+            for key, value in tree.items():
+                places.update({_name(*path): (path, leaf) for path, leaf in _without_tensors((*above, key), value)})
         return places
 
     def _describe(self, name: str, path: Path, leaf: Any) -> GlobalTensor:
-        (_, parameter, *inner), dtype = path, _form(leaf)[0]
-        local = None if isinstance(leaf, MissingTensor) else leaf.shape
-        if inner:
-            return GlobalTensor(name, dtype, leaf.shape, local, None)
-        return GlobalTensor(name, dtype, self._whole(parameter, dtype, leaf.shape), local, self._partition(parameter))
-
-    def _describe_entry(self, name: str, path: Path, leaf: Any) -> GlobalTensor:
-        (_, parameter, key, *inner), (dtype, local) = path, form_of(leaf)
-        slot = self._optimizer.slots[parameter]
-        if key == STEP or not local:
-            return GlobalTensor(name, dtype, local, local, None)
-        if inner or not self._optimizer.is_shaped_like(slot, local):
-            return GlobalTensor(name, dtype, local if self._optimizer.holds_whole(slot) else None, local, None)
-        whole = self._whole(parameter, dtype, slot.likely_shape, expert=slot.expert)
+        dtype, shape = _form(leaf)
+        local = None if isinstance(leaf, MissingTensor) else shape
+        parameter = path[1]
+        if self._is_one(path, shape):
+            return GlobalTensor(name, dtype, shape, local, None)
+        slot = self._optimizer.slots[parameter] if path[0] == "optim" else None
+        if slot is not None and not self._is_cut(path, leaf):
+            return GlobalTensor(name, dtype, shape if self._optimizer.holds_whole(slot) else None, local, None)
+        of_parameter = shape if slot is None else slot.likely_shape
+        whole = None
+        with suppress(TopologyMismatch):
+            if of_parameter is not None:
+                expert = slot is not None and slot.expert
+                whole = self._state.context.as_recorded(parameter, dtype, of_parameter, expert=expert).shape
         return GlobalTensor(name, dtype, whole, local, self._partition(parameter))
 
-    def _whole(
-        self, parameter: str, dtype: str, shape: tuple[int, ...] | None, *, expert: bool = False
-    ) -> tuple[int, ...] | None:
-        if shape is None:
-            return None
-        try:
-            return self._context.as_recorded(parameter, dtype, shape, expert=expert).shape
-        except TopologyMismatch:
-            return None
+    def _is_one(self, path: Path, shape: tuple[int, ...] | None) -> bool:
+        """Return whether a tensor is one for all ranks: a scalar, general state, or in the model's extra state."""
+        return len(path) > 2 and (path[0] == "model" or path[2] == STEP or not shape or self._is_general(path))
+
+    def _is_cut(self, path: Path, leaf: Any) -> bool:
+        """Return whether an optimizer's entry is shaped like its parameter."""
+        return len(path) == 3 and self._optimizer.is_shaped_like(self._optimizer.slots[path[1]], form_of(leaf)[1])
 
     def _partition(self, parameter: str) -> Partition:
-        recorded = self._context.recorded.get(parameter)
+        recorded = self._state.context.recorded.get(parameter)
         if recorded is not None:
             return recorded.partition
-        sizes = self._context.saved
+        sizes = self.opened.topology
         return Partition(known=sizes.tp == sizes.ep == 1)
 
 
-def _places(tree: Mapping[str, Any]) -> dict[str, _Place]:
-    """Return the tensors of a tree with their paths, by name."""
-    return {_name(*path): (path, leaf) for path, leaf in iter_tensors(tree, _LEAVES)}
+def _places(above: Path, tree: Mapping[str, Any]) -> Iterator[tuple[str, _Place]]:
+    """Yield the names of the tensors of a tree ``above`` which these keys are, with their paths."""
+    for below, leaf in iter_tensors(tree, _LEAVES):
+        path = (*above, *below)
+        yield _name(*path), (path, leaf)
 
 
 def _at(tree: Any, path: Sequence[Any]) -> Any:
@@ -370,10 +344,10 @@ def _name(*path: Any) -> str:
     return "/".join(map(str, path))
 
 
-def _form(leaf: Any) -> tuple[str, tuple[int, ...]]:
+def _form(leaf: Any) -> tuple[str, tuple[int, ...] | None]:
     """Return dtype and shape; if the tensor is in no file, as far as its info file records them."""
     if isinstance(leaf, MissingTensor):
-        return leaf.dtype or UNKNOWN_DTYPE, leaf.shape or ()
+        return leaf.dtype or UNKNOWN_DTYPE, leaf.shape
     return form_of(leaf)
 
 
