@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from nxd_ckpt.errors import IncompatibleState, KeyMismatch, MalformedFile, UnsupportedState
+from nxd_ckpt.errors import IncompatibleState, KeyMismatch, UnsupportedState
 from nxd_ckpt.formats.memory import allocated
 from nxd_ckpt.formats.optimizer_trees import STEP
 from nxd_ckpt.formats.tensors import form_of, is_tensor
@@ -30,7 +30,6 @@ from nxd_ckpt.tag.reading import LeafReader
 
 FORMAT_VERSION = 1
 _SHOWN = 8
-_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class MappedOptimizer:
@@ -126,7 +125,6 @@ class MappedOptimizer:
         Raises:
             KeyMismatch: a parameter of the optimizer is in no Hugging Face tensor.
             OptimizerMismatch: a state has another shape than its parameter.
-            MalformedFile: state that is a tensor for some parameters, and a number for others.
             UnsupportedState: an option, or state, that is neither a tensor nor plain.
         """
         taken = {tensor.source.name for tensor in self._mapped.tensors}
@@ -136,7 +134,6 @@ class MappedOptimizer:
                 f"{self._opened.where}: the optimizer has state of {', '.join(names[:_SHOWN])} ({len(names)} "
                 "parameters), which the model in this tag does not have; pass param_names= as it was saved"
             )
-        self._refuse_numbers()
         for tensor in self.tensors:
             self._mapped.assembly(tensor)
         packed = [tensor for tensor in self.tensors if isinstance(tensor, PackedTensor)]
@@ -144,26 +141,6 @@ class MappedOptimizer:
         single = [tensor for tensor in self.tensors if not isinstance(tensor, PackedTensor)]
         self._mapped.refuse_lost_values([*single, *parts])
         self.document  # noqa: B018
-
-    def _refuse_numbers(self) -> None:
-        shaped = {
-            key: name
-            for name, slot in self._slots.items()
-            for key, leaf in slot.state.items()
-            if key != STEP and is_tensor(leaf) and form_of(leaf)[1]
-        }
-        shapes = {tensor.source.name: tensor.source.local_shape for tensor in self._mapped.tensors}
-        for name, slot in self._slots.items():
-            for key in (shaped.keys() | _FIRST_MOMENTS) & slot.state.keys():
-                value = slot.state[key]
-                is_one_number = is_tensor(value) and not form_of(value)[1] and bool(shapes[name])
-                if is_one_number or not (is_tensor(value) or value is None):
-                    actual = "a tensor of one number" if is_one_number else f"the number {value!r:.80}"
-                    expected = f"as {key} of {shaped[key]!r} is" if key in shaped else "like the parameter"
-                    raise MalformedFile(
-                        f"{self._opened.where}: optimizer, {key} of {name!r} is {actual}, expected a tensor, "
-                        f"{expected}; the file is damaged, or was changed"
-                    )
 
     @cached_property
     def _slots(self) -> dict[str, SavedSlot]:

@@ -6,7 +6,7 @@ heads are incomplete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ from nxd_ckpt.errors import (
     TopologyMismatch,
 )
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, digest_of, is_tensor
-from nxd_ckpt.hugging_face.hf_slice import ALL_RANKS, HfSlice, HfTensor, NxdTensor, hf_slices, partition_of
+from nxd_ckpt.hugging_face.hf_slice import ALL_RANKS, HfTensor, NxdTensor, hf_slices, partition_of
 from nxd_ckpt.hugging_face.mapping import Match, ModelMapping
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor, packed
 from nxd_ckpt.hugging_face.sizes import Sizes
@@ -46,22 +46,16 @@ _MULTIPLES = tuple(2**power for power in range(11))
 """Multiples to which frameworks round a vocabulary (Megatron's ``make_vocab_size_divisible_by`` is 128)."""
 
 
-def padding_of(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[HfSlice]:
-    """Return the parts of the NxD tensor of whole ``shape`` that no Hugging Face tensor has, as separate slices.
+def padding_of(match: Match, shape: tuple[int, ...], sizes: Sizes) -> list[Box]:
+    """Return the parts of the NxD tensor of whole ``shape`` that no Hugging Face tensor has.
 
     Raises ShapeMismatch or InvalidArgument like `hf_slices`.
     """
-    rule = match.rule
-    if rule.dim is None or (rule.stacked is not None and not shape[0]):
-        return []
-    pieces = [piece for hf_slice in hf_slices(match, shape, sizes) for piece in hf_slice.pieces]
-    first = [piece.box for piece in pieces if rule.stacked is None or not piece.box.offset[0]]
-    gaps = list(_gaps([(box.offset[rule.dim], box.size[rule.dim]) for box in first], shape[rule.dim]))
-    whole = Box.whole(shape)
-    boxes = [whole.narrowed(rule.dim, start, length) for start, length in gaps]
-    if rule.stacked is not None:
-        boxes = [box.narrowed(0, index, 1) for box in boxes for index in range(shape[0])]
-    return [_slice(match, box) for box in boxes]
+    padding = [] if match.rule.dim is None else [Box.whole(shape)]
+    for hf_slice in hf_slices(match, shape, sizes) if padding else ():
+        for piece in hf_slice.pieces:
+            padding = [rest for box in padding for rest in box.minus(piece.box)]
+    return [box for box in padding if box.numel]
 
 
 def is_rounded(length: int, rows: int, tp: int) -> bool:
@@ -70,90 +64,8 @@ def is_rounded(length: int, rows: int, tp: int) -> bool:
     return any(length == rows + -rows % size for size in multiples)
 
 
-def _gaps(intervals: list[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
-    end = 0
-    for start, size in sorted(intervals):
-        if start > end:
-            yield end, start - end
-        end = max(end, start + size)
-    if end < length:
-        yield end, length - end
-
-
-def _slice(match: Match, box: Box) -> HfSlice:
-    shape = box.size if match.rule.stacked is None else box.size[1:]
-    if match.rule.transposed:
-        shape = (*shape[:-2], shape[-1], shape[-2])
-    return HfSlice(f"padding of {match.name}", shape, (Piece(Box.whole(box.size), box),))
-
-
-def refuse_lost_values(
-    opened: OpenTag, sizes: Sizes, tensors: Iterable[HfTensor], assembly: Callable[[HfTensor], Assembly]
-) -> None:
-    """Check that the removed parts of ``tensors`` are padding: explained by the sizes, and zero. Bounded memory.
-
-    Raises:
-        ShapeMismatch: they may be trained rows or heads; the message has them, config.json's size, and the remedy.
-    """
-    sources = {tensor.source_name: tensor for tensor in tensors}
-    cut: list[str] = []
-    with opened.reader() as reader:
-        for name, tensor in sources.items():
-            for padding in padding_of(tensor.source.match, tensor.source.shape, sizes):
-                _refuse_unexplained(opened, name, tensor, padding, sizes)
-                nonzero: list[int] = []
-
-                def note_nonzero(number: int, parts: list[torch.Tensor], nonzero: list[int] = nonzero) -> None:
-                    if any(bool((part != 0).any()) for part in parts):
-                        nonzero.append(number)
-
-                reader.visit(assembly(replace(tensor, hf_slice=padding)), name, note_nonzero)
-                reader.finish()
-                if nonzero:
-                    raise ShapeMismatch(
-                        f"{_described(opened, name, tensor, padding, sizes)} They are not zero, so they are not "
-                        f"padding, and would be lost; {_remedy(tensor, sizes)}"
-                    )
-                cut.append(f"{name} {_range(tensor, padding)}")
-    if cut:
-        logger.info("%s: padding of zeros is left out: %s", opened.where, "; ".join(cut[:5]))
-
-
-def _refuse_unexplained(opened: OpenTag, name: str, tensor: HfTensor, padding: HfSlice, sizes: Sizes) -> None:
-    rule = tensor.source.match.rule
-    rows = tensor.source.match.rule.members[0].rows
-    if rows is None or rule.dim is None:
-        return
-    if not is_rounded(tensor.source.shape[rule.dim], sizes.get(rows), opened.topology.tp):
-        raise ShapeMismatch(
-            f"{_described(opened, name, tensor, padding, sizes)} No rounding of the vocabulary gives so many rows, so "
-            f"they may be trained; {_remedy(tensor, sizes)}"
-        )
-
-
-def _described(opened: OpenTag, name: str, tensor: HfTensor, padding: HfSlice, sizes: Sizes) -> str:
-    rule = tensor.source.match.rule
-    length = tensor.source.shape[rule.dim or 0]
-    rows = rule.members[0].rows
-    size = f"{sizes.key(rows)} {sizes.get(rows)}" if rows else f"{sizes.key('heads')} {sizes.get('heads')}"
-    return (
-        f"{opened.where}: {name} has {length} rows along dimension {rule.dim}, but config.json has {size}: "
-        f"{_range(tensor, padding)} are in no tensor of the result."
-    )
-
-
-def _range(tensor: HfTensor, padding: HfSlice) -> str:
-    box = padding.pieces[0].box
-    dim = tensor.source.match.rule.dim or 0
+def _rows_text(box: Box, dim: int) -> str:
     return f"rows {box.offset[dim]} to {box.offset[dim] + box.size[dim] - 1}"
-
-
-def _remedy(tensor: HfTensor, sizes: Sizes) -> str:
-    rule = tensor.source.match.rule
-    rows = rule.members[0].rows
-    if rows:
-        return f"pass a config.json with {sizes.key(rows)} {tensor.source.shape[rule.dim or 0]}, which keeps all rows"
-    return f"pass the config.json of the model that was trained, with all of its {sizes.key('heads')}"
 
 
 _SHOWN = 8
@@ -276,8 +188,53 @@ class MappedTag:
         self.refuse_lost_values(self.tensors)
 
     def refuse_lost_values(self, tensors: Sequence[HfTensor]) -> None:
-        """Raise ShapeMismatch if anything but padding of zeros would be left out of ``tensors``; reads only that."""
-        refuse_lost_values(self._opened, self.sizes, tensors, self.assembly)
+        """Check that the removed parts of ``tensors`` are padding: explained by the sizes, and zero. Bounded memory.
+
+        Raises:
+            ShapeMismatch: they may be trained rows or heads; the message has them, config.json's size, and the remedy.
+        """
+        sources = {tensor.source.name: tensor for tensor in tensors}
+        cut: list[str] = []
+        with self._opened.reader() as reader:
+            for name, tensor in sources.items():
+                rule = tensor.source.match.rule
+                rows = rule.members[0].rows
+                for box in padding_of(tensor.source.match, tensor.source.shape, self.sizes):
+                    length = tensor.source.shape[rule.dim or 0]
+                    if rows is not None and not is_rounded(length, self.sizes.get(rows), self._opened.topology.tp):
+                        why = "No rounding of the vocabulary gives so many rows, so they may be trained"
+                        raise self._lost_values(tensor, box, why)
+                    nonzero: list[int] = []
+
+                    def note_nonzero(number: int, parts: list[torch.Tensor], nonzero: list[int] = nonzero) -> None:
+                        if any(bool((part != 0).any()) for part in parts):
+                            nonzero.append(number)
+
+                    reader.visit(self._leaf(tensor).within(box), name, note_nonzero)
+                    reader.finish()
+                    if nonzero:
+                        why = "They are not zero, so they are not padding, and would be lost"
+                        raise self._lost_values(tensor, box, why)
+                    cut.append(f"{name} {_rows_text(box, rule.dim or 0)}")
+        if cut:
+            logger.info("%s: padding of zeros is left out: %s", self._opened.where, "; ".join(cut[:5]))
+
+    def _lost_values(self, tensor: HfTensor, box: Box, why: str) -> ShapeMismatch:
+        rule = tensor.source.match.rule
+        rows = rule.members[0].rows
+        dim = rule.dim or 0
+        length = tensor.source.shape[dim]
+        key = self.sizes.key(rows or "heads")
+        remedy = (
+            f"pass a config.json with {key} {length}, which keeps all rows"
+            if rows
+            else f"pass the config.json of the model that was trained, with all of its {key}"
+        )
+        return ShapeMismatch(
+            f"{self._opened.where}: {tensor.source.name} has {length} rows along dimension {dim}, but config.json has "
+            f"{key} {self.sizes.get(rows or 'heads')}: {_rows_text(box, dim)} are in no tensor of the result. {why}; "
+            f"{remedy}"
+        )
 
     def named_optimizer(self) -> ReshardedOptimizer:
         """Return the optimizer. Raises PartNotFound without one, OptimizerMismatch if its parameters have no names."""
