@@ -17,7 +17,7 @@ from nxd_ckpt.core.names import describe, spanned
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, PartNotFound
-from nxd_ckpt.formats.optimizer_trees import restore_types
+from nxd_ckpt.formats.optimizer_trees import MASTERS, restore_types
 from nxd_ckpt.formats.tensors import iter_tensors
 from nxd_ckpt.layouts import legacy
 from nxd_ckpt.layouts.files import MissingTensor, TagFiles
@@ -100,7 +100,6 @@ class NxdTag:
 
     @reading
     def parts(self) -> Parts:
-        optimizer = self._first_optimizer
         model = self._first_model
         return Parts(
             model=model is not None,
@@ -109,7 +108,7 @@ class NxdTag:
             user_content=self.files.has(names.USER_CONTENT),
             rank_content=names.RANK_CONTENT_DIR in self.files.names(),
             use_xser=any(name.endswith(".tensors") for part in _STATE_DIRS for name in self.files.names(part)),
-            master_weights=optimizer is not None and "sharded_master_weights" in optimizer,
+            master_weights=self._has_master_weights,
             lower_precision_weights=model is None or not any(iter_tensors(model, MissingTensor)),
         )
 
@@ -205,7 +204,11 @@ class NxdTag:
 
     @cached_property
     def _first_optimizer(self) -> dict[str, Any] | None:
-        return self._first_state(names.OPTIMIZER_DIR) if self._dcp is None else self._dcp.tree(Coordinates())
+        return self._first_state(names.OPTIMIZER_DIR)
+
+    @property
+    def _has_master_weights(self) -> bool:
+        return MASTERS in (self._first_optimizer or ()) if self._dcp is None else self._dcp.has_master_weights
 
     @cached_property
     def _optimizer_kind(self) -> str | None:

@@ -23,12 +23,13 @@ from nxd_ckpt.core.limits import RANKS, check_count
 from nxd_ckpt.core.partition import zero1_rows
 from nxd_ckpt.core.topology import Coordinates, Topology
 from nxd_ckpt.errors import MalformedFile, OptimizerMismatch, PartNotFound
+from nxd_ckpt.formats.optimizer_trees import MASTERS
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, map_tensors
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.layouts.torch_dcp import Chunk, DcpFiles, WholeForm, read_metadata
 
 _NAME = re.compile(r"(?P<path>.+?)(?:\|pp-(?P<pp>\d{4,18}))?(?:\|tp-(?P<tp>\d{4,18}))?", re.DOTALL)
-_BY_NAME = ("base_state", "sharded_master_weights")
+_BY_NAME = ("base_state", MASTERS)
 """Sections of the state dict that are keyed by parameter name in the files, by index in memory."""
 
 
@@ -74,6 +75,10 @@ class Zero1Dcp:
             check_count(max(entry.tp or 0, entry.pp or 0), RANKS, f"{self._where}: ranks in a name")
         self.tp: int = max(sizes.tp, *((entry.tp or 0) + 1 for entry in self._entries), 1)
         self.pp: int = max(sizes.pp, *((entry.pp or 0) + 1 for entry in self._entries), 1)
+
+    @property
+    def has_master_weights(self) -> bool:
+        return any(entry.path[0] == MASTERS for entry in self._entries)
 
     def names(self, at: Coordinates) -> list[str] | None:
         """Return the parameter behind each index; None if one has no state, and so no name in the files."""
@@ -165,10 +170,12 @@ class Zero1Dcp:
         shape_info: dict[int, list[int]],
         param_names: Sequence[str] | None,
     ) -> dict[str, int]:
-        if param_names is not None:
-            index_of = {name: index for index, name in enumerate(param_names)}
-        else:
-            index_of = _match_indices(shapes, shape_info, self._where)
+        if param_names is None and len(shapes) < len(shape_info):
+            raise OptimizerMismatch(
+                f"{self._where}: {len(shapes)} parameters with state, {len(shape_info)} in all; which have none is not "
+                "recorded; pass the names by index as param_names"
+            )
+        index_of = {name: index for index, name in enumerate(shapes if param_names is None else param_names)}
         for name, shape in shapes.items():
             expected = shape_info.get(index_of.get(name, -1))
             if expected != list(shape):
@@ -227,32 +234,3 @@ def _take_apart(
     else:
         path = (section, *rest.split("."))
     return _ParsedEntry(path, pp, tp, chunks, None if form is None else form.shape)
-
-
-def _match_indices(shapes: dict[str, tuple[int, ...]], shape_info: dict[int, list[int]], where: str) -> dict[str, int]:
-    """Return the only assignment of ascending indices to the names with matching shapes.
-
-    Names are fewer than indices if parameters never had a gradient; then taking each name's first possible
-    index and taking its last must lead to the same result.
-    """
-    first = _greedy(list(shapes.items()), sorted(shape_info.items()))
-    last = _greedy(list(shapes.items())[::-1], sorted(shape_info.items(), reverse=True))
-    if first is None or last != first:
-        raise OptimizerMismatch(
-            f"{where}: {len(shapes)} parameters with state, {len(shape_info)} in all; their shapes and order "
-            "do not tell which is which; pass the names by index as param_names"
-        )
-    return first
-
-
-def _greedy(
-    shapes: list[tuple[str, tuple[int, ...]]], candidates: list[tuple[int, list[int]]]
-) -> dict[str, int] | None:
-    remaining = iter(candidates)
-    indices = {}
-    for name, shape in shapes:
-        index = next((index for index, candidate in remaining if candidate == list(shape)), None)
-        if index is None:
-            return None
-        indices[name] = index
-    return indices

@@ -126,18 +126,20 @@ def test_the_recorded_order_decides_over_that_of_writing(tmp_path: Path) -> None
     assert difference({0: moments(0, 2)[:1], 1: moments(1, 2)[:1]}, _averages(tree)) is None
 
 
-def test_parameters_without_state_are_left_out_by_shape(tmp_path: Path) -> None:
-    """A parameter that never had a gradient has a shape and no state; shapes in order tell which it is."""
+def test_parameters_without_state_need_names(tmp_path: Path) -> None:
+    """A parameter that never had a gradient has a shape and no state: which it is, only names tell."""
     entries: dict[str, Any] = {"shape_info.0": [2], "shape_info.1": [6], "shape_info.2": [4]}
     entries |= {"base_state.a.exp_avg": shards(moments(0, 2), 2), "base_state.c.exp_avg": shards(moments(2, 4), 2)}
     write(tmp_path / "t" / "optim", entries)
     tag = open_written(tmp_path)
-    assert [0, 2] == list(tag.optimizer_tree(Coordinates())["base_state"])
     assert tag.optimizer_names(Coordinates()) is None
+    with pytest.raises(OptimizerMismatch, match="2 parameters with state, 3 in all"):
+        tag.optimizer_tree(Coordinates())
+    assert [0, 2] == list(tag.optimizer_tree(Coordinates(), ["a", "b", "c"])["base_state"])
 
 
-def test_what_shapes_cannot_tell_is_not_guessed(tmp_path: Path) -> None:
-    """Where two indices fit one name, the caller must give the names; then they decide, and are checked."""
+def test_what_is_not_recorded_is_not_guessed(tmp_path: Path) -> None:
+    """Where names are fewer than indices, the caller must give them; then they decide, and are checked."""
     entries: dict[str, Any] = {
         "shape_info.0": [2],
         "shape_info.1": [2],
