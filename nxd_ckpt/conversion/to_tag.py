@@ -35,7 +35,7 @@ from nxd_ckpt.loading.parts import positions_together
 from nxd_ckpt.options.conversion import ConvertOptions
 from nxd_ckpt.output.locations import Location, locate_output
 from nxd_ckpt.output.model_files import config_in, read_config
-from nxd_ckpt.output.source import Source, open_imported, refuse_mixed_ranks
+from nxd_ckpt.output.source import Source, open_imported
 from nxd_ckpt.reshard.resharded_state import checked_facts
 from nxd_ckpt.reshard.target import Target
 from nxd_ckpt.storage.urls import StrPath
@@ -61,7 +61,6 @@ def to_tag(source: Source, dst: StrPath, chosen: ConvertOptions) -> Converted:
         target = locate_output(dst, source.place, chosen.overwrite, chosen.written_with)
         opened = source.open()
         refuse_per_rank(opened, "model", "optim", "scheduler")
-        refuse_mixed_ranks(opened, process, processes)
         return _job(source, target, opened, chosen, process)
 
     return write_tag(prepare, chosen)

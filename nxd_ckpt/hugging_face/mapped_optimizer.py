@@ -86,7 +86,11 @@ class MappedOptimizer:
                     continue
                 name = self._mapped.in_file(tensor.name)
                 options = values.of(slot.options, "param_groups")
-                scalars = {key: leaf for key, leaf in slot.entries.items() if _is_scalar(key, leaf, tensor.source)}
+                scalars = {
+                    key: self._mapped.entry(tensor.source, key) if is_tensor(leaf) else leaf
+                    for key, leaf in slot.entries.items()
+                    if _is_scalar(key, leaf, tensor.source)
+                }
                 # Stages and experts number their groups separately; groups of one number and options are merged.
                 placement = ((slot.group, repr(options)), values.of(scalars, name))
                 if name not in placed:

@@ -370,14 +370,15 @@ class MappedTag:
         """Return the whole tensor that has it, from model or optimizer."""
         key = tensor.source.name, tensor.entry
         if self._latest is None or self._latest[0] != key:  # those of a stack of experts are asked for in turn
-            leaf = self._weight(tensor.source) if tensor.entry is None else self._entry(tensor.source, tensor.entry)
+            leaf = self._weight(tensor.source) if tensor.entry is None else self.entry(tensor.source, tensor.entry)
             if not isinstance(leaf, (TensorStub, Assembly)):
                 what = f"optim/{tensor.source_name}" if tensor.entry else f"model/{key[0]}, nor its master weights"
                 raise PartNotFound(f"{self._opened.where}: no file holds {what}")
             self._latest = key, Assembly.of(leaf)
         return self._latest[1]
 
-    def _entry(self, source: NxdTensor, entry: str) -> Any:
+    def entry(self, source: NxdTensor, entry: str) -> Any:
+        """Return state of the optimizer for a tensor. Raises IncompatibleState if ranks saved other values."""
         return self._state.optimizer.value(source.name, entry, source.spec)
 
     def _weight(self, source: NxdTensor) -> Any:

@@ -28,7 +28,7 @@ from nxd_ckpt.migrate.optimum_metadata import (
 from nxd_ckpt.options.conversion import ConvertOptions, MappingSpec
 from nxd_ckpt.options.execution import SavedNames
 from nxd_ckpt.output.locations import Location
-from nxd_ckpt.output.source import OF_THE_RUN, Source, open_as_tag, refuse_mixed_ranks
+from nxd_ckpt.output.source import OF_THE_RUN, Source, open_as_tag
 from nxd_ckpt.reshard.saved_optimizer import COMPUTED, group_names
 from nxd_ckpt.storage.urls import directory_and_name, join
 from nxd_ckpt.tag.opened import OpenTag
@@ -77,7 +77,7 @@ class Origin:
 def find_origin(source: Source, chosen: ConvertOptions) -> Origin:
     """Read the description of the source.
 
-    If its optimizer is converted, the ranks' files of it are compared, and names are derived where it has none.
+    If its optimizer is converted, names are derived where it has none.
 
     Raises:
         InvalidArgument: ``chosen`` has options for another kind of checkpoint.
@@ -97,8 +97,6 @@ def find_origin(source: Source, chosen: ConvertOptions) -> Origin:
     opened = source.open()
     optimizer = (chosen.optimizer or chosen.master_weights) if is_hf else chosen.optimizer is not False
     with opened.guarded():
-        if optimizer:
-            refuse_mixed_ranks(opened, 0, 1)
         needs_names = optimizer and chosen.saved_param_names is None
         origin = Origin(source.writer, source.place, unwrapped(opened))
         files = TagFiles(source.place.open(), source.place.name)

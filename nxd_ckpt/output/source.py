@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import starmap
-from typing import Any
 
 from nxd_ckpt.core import names
 from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.names import describe, holes
-from nxd_ckpt.core.partition import zero1_shape
 from nxd_ckpt.core.suggestions import first_of
-from nxd_ckpt.core.topology import Coordinates
-from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, PartNotFound
-from nxd_ckpt.formats.optimizer_trees import STEP
-from nxd_ckpt.formats.tensors import Assembly, TensorStub, is_tensor
+from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
 from nxd_ckpt.layouts.dcp_directory import DcpDirectory, entries_of
 from nxd_ckpt.layouts.files import TagFiles
@@ -37,8 +30,6 @@ OF_THE_RUN: Mapping[str, str] = {
     "training_args.bin": "",
 }
 """Files of transformers' trainer, of accelerate and of our exports beside a model, each with the part that it holds."""
-
-_EQUAL_ON_A_STAGE = ("param_groups", "shape_info")
 
 
 @dataclass(frozen=True)
@@ -196,54 +187,6 @@ def _refuse_incomplete(place: Location, listing: Set[str]) -> None:
             )
 
 
-def refuse_mixed_ranks(opened: OpenTag, process: int, processes: int) -> None:
-    """Raise MalformedFile if a rank's optimizer file is from another save; each process checks its share of ranks.
-
-    A manifest covers the files of our tags. Other tags are checked by what must agree: the size of ZeRO-1's shards
-    follows from the number of ranks; param groups are equal on all ranks of a stage; steps, and the parameters with
-    state, are equal on ranks with the same experts.
-    """
-    if opened.manifest is not None or opened.parts.optimizer is None:
-        return
-    # Most ranks are compared with the first ones of their stage.
-    comparable = lru_cache(maxsize=8)(partial(_comparable, opened))
-    with opened.guarded():
-        for rank in range(process, opened.topology.world_size, processes):
-            at = opened.topology.coordinates_of(rank)
-            _refuse_other_shards(opened, at)
-            peer = Coordinates(at.pp_rank, at.dp_rank % opened.topology.ep)
-            first = Coordinates(at.pp_rank)
-            mine = comparable(at)
-            for reference, what in [(peer, name) for name in mine] + [(first, name) for name in _EQUAL_ON_A_STAGE]:
-                expected = comparable(reference)[what]
-                if mine[what] != expected:
-                    own_text, expected_text = map(_value_text, _difference(mine[what], expected))
-                    raise MalformedFile(
-                        f"{opened.where}: the optimizer files of {_rank(at)} and of {_rank(reference)} have different "
-                        f"{what}: {own_text} and {expected_text}; the directory mixes files of two saves"
-                    )
-
-
-def _refuse_other_shards(opened: OpenTag, at: Coordinates) -> None:
-    if opened.parts.optimizer != "zero1":
-        return
-    tree = opened.optimizer_tree(at)
-    sizes = opened.topology
-    first_expert = tree.get("ep_base_state_offset")
-    behind = tree.get("ep_shape_info_offset", 0)
-    for index, entries in tree.get("base_state", {}).items():
-        expert = first_expert is not None and index >= first_expert
-        shards = sizes.expert_dp if expert else sizes.dp
-        whole = tuple(tree.get("shape_info", {}).get(index - first_expert + behind if expert else index, ()))
-        expected = zero1_shape(whole, shards)
-        for name, leaf in entries.items():
-            if isinstance(leaf, TensorStub) and 0 < len(leaf.shape) == len(whole) and leaf.shape != expected:
-                raise MalformedFile(
-                    f"{opened.where}/{leaf.file}: {name} of parameter {index} has shape {leaf.shape}, expected "
-                    f"{expected}, a shard of {whole} over {shards} ranks; files of ranks are missing, or of two saves"
-                )
-
-
 def _refuse_missing_ranks(opened: OpenTag) -> None:
     parts = {}
     for part in (names.MODEL_DIR, names.OPTIMIZER_DIR):
@@ -261,44 +204,3 @@ def _refuse_missing_ranks(opened: OpenTag) -> None:
             f"{opened.where}: model/ holds {describe(parts[names.MODEL_DIR])}, optim/ "
             f"{describe(parts[names.OPTIMIZER_DIR])}; files of ranks are missing from one of them"
         )
-
-
-def _comparable(opened: OpenTag, at: Coordinates) -> dict[str, Any]:
-    """Return the values of a rank's optimizer file that must agree with other ranks of its save."""
-    tree = opened.optimizer_tree(at)
-
-    def value(leaf: Any) -> Any:
-        return opened.read(leaf).tolist() if isinstance(leaf, (TensorStub, Assembly)) else leaf
-
-    state: Mapping[Any, Any] = tree.get("base_state", tree.get("state", {}))
-    state = {index: entries for index, entries in state.items() if isinstance(index, int)}
-    groups = [{name: value(option) for name, option in group.items()} for group in tree.get("param_groups", ())]
-    return {
-        "param_groups": groups,
-        "shape_info": tree.get("shape_info"),
-        "state": {index: sorted(starmap(_entry_text, entries.items())) for index, entries in state.items()},
-        "steps": {index: value(entries[STEP]) for index, entries in state.items() if STEP in entries},
-    }
-
-
-def _entry_text(name: Any, value: Any) -> str:
-    """Return the name, with the type of a value that is no tensor, since ranks may differ in the value."""
-    is_plain = name != STEP and value is not None and not is_tensor(value)
-    return f"{name} ({type(value).__name__})" if is_plain else str(name)
-
-
-def _difference(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return the first entry in which two dicts differ, or two other values unchanged."""
-    if not isinstance(a, Mapping) or not isinstance(b, Mapping):
-        return a, b
-    key = next(key for key in {**a, **b} if a.get(key) != b.get(key))
-    return {key: a.get(key)}, {key: b.get(key)}
-
-
-def _rank(at: Coordinates) -> str:
-    return f"dp {at.dp_rank} tp {at.tp_rank} pp {at.pp_rank}"
-
-
-def _value_text(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 200 else f"{text[:200]}..."

@@ -220,6 +220,8 @@ class ReshardedOptimizer:
         dtype, shape = form_of(reference)
         whole = saved.slot.likely_shape
         if not self.is_shaped_like(saved.slot, shape):
+            if self._context.is_sharded and self._context.opened.manifest is None:
+                self._refuse_missing_shards(name, saved.slot, shape)
             if not shape or alone:
                 return reference
             raise OptimizerMismatch(
@@ -231,6 +233,16 @@ class ReshardedOptimizer:
         self._refuse_unequal_replicas(name, context.saved_spec(slot.name, slot.spec, whole), saved, key)
         stubs = {read.holder: self._leaf_at(saved, read.holder, key) for read in reads}
         return assembled(name, dtype, zero1_shape(slot.spec.shape, slot.shards), reads, stubs, shape)
+
+    def _refuse_missing_shards(self, name: str, slot: SavedSlot, shape: tuple[int, ...]) -> None:
+        """Raise OptimizerMismatch for a shard of another number of ranks, in a tag without a manifest."""
+        whole = slot.likely_shape
+        shards = self._shards(slot)
+        if 0 < len(shape) == len(whole):
+            raise OptimizerMismatch(
+                f"{self._context.opened.where}: {name} has shape {shape}, expected {zero1_shape(whole, shards)}, a "
+                f"shard of {whole} over {shards} ranks; files of ranks are missing, or of two saves"
+            )
 
     def is_shaped_like(self, slot: SavedSlot, shape: tuple[int, ...]) -> bool:
         """True if a saved entry of ``shape`` is cut as its parameter was."""
@@ -330,9 +342,10 @@ class ReshardedOptimizer:
             if None not in (part, digest) and first.setdefault(part, digest) != digest:
                 sizes = self._context.saved.describe()
                 live = self._context.live.describe()
+                mixed = "files of two saves are mixed, or " if self._context.opened.manifest is None else ""
                 raise IncompatibleState(
                     f"{self._context.opened.where}: {name} differed between the ranks that saved it ({sizes}), and "
-                    f"nothing tells whose this job ({live}) takes. {how_to_leave_out([name])}"
+                    f"{mixed}nothing tells whose this job ({live}) takes. {how_to_leave_out([name])}"
                 )
 
     def _refuse_unequal_replicas(self, name: str, spec: ParameterSpec, saved: _SavedParameter, key: str) -> None:

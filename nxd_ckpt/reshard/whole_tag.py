@@ -7,7 +7,6 @@ tensors are cut, or which parameters the entries of their optimizer belong to.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -305,11 +304,13 @@ class WholeTag:
         if slot is not None and not self._is_cut(path, leaf):
             return GlobalTensor(name, dtype, shape if self._optimizer.holds_whole(slot) else None, local, None)
         of_parameter = shape if slot is None else slot.likely_shape
-        whole = None
-        with suppress(TopologyMismatch):
-            if of_parameter is not None:
+        whole = of_parameter
+        try:
+            if whole is not None:
                 expert = slot is not None and slot.expert
-                whole = self._state.context.as_recorded(parameter, dtype, of_parameter, expert=expert).shape
+                whole = self._state.context.as_recorded(parameter, dtype, whole, expert=expert).shape
+        except TopologyMismatch:
+            whole = None
         return GlobalTensor(name, dtype, whole, local, self._partition(parameter))
 
     def _is_one(self, path: Path, shape: tuple[int, ...] | None) -> bool:

@@ -11,6 +11,7 @@ from nxd_ckpt import Checkpointer, Topology, convert, load_checkpoint
 from nxd_ckpt.errors import (
     CheckpointNotFound,
     DirectoryInUse,
+    IncompatibleState,
     InvalidArgument,
     InvalidTag,
     MalformedFile,
@@ -166,7 +167,7 @@ def test_ranks_files_that_are_missing(golden: Path, foreign: Path, tmp_path: Pat
     (ours / RANK_1).unlink()
     refused(PartNotFound, "dp_rank_01", ours, tmp_path / "out")
     (foreign / RANK_1).unlink()
-    refused(MalformedFile, "two saves", foreign, tmp_path / "out")
+    refused(IncompatibleState, "two saves", foreign, tmp_path / "out")
     four = shutil.copytree(saved(golden, "d_dp4_zero1_xser").directory / "step_3", tmp_path / "four" / "step_3")
     (four / RANK_1).unlink()
     refused(PartNotFound, "dp 1 tp 0 pp 0", four, tmp_path / "out")
@@ -184,7 +185,7 @@ def test_files_of_two_saves_are_refused(golden: Path, foreign: Path, tmp_path: P
     for entry in tree["base_state"].values():
         entry["step"] += 1
     torch.save(tree, foreign / RANK_1)
-    refused(MalformedFile, "different steps", foreign, tmp_path / "out")
+    refused(IncompatibleState, "step differed between the ranks", foreign, tmp_path / "out")
 
     of_three = golden / "k_convert" / "pt" / "sharded_to_dp3" / "optim"
     (foreign / RANK_1).write_bytes((of_three / Path(RANK_1).name).read_bytes())
@@ -192,7 +193,7 @@ def test_files_of_two_saves_are_refused(golden: Path, foreign: Path, tmp_path: P
 
     (foreign / RANK_1).write_bytes(original)
     shutil.copy(of_three / "dp_rank_02_tp_rank_00_pp_rank_00.pt", foreign / "optim")
-    refused(MalformedFile, "two saves", foreign, tmp_path / "out")
+    refused(IncompatibleState, "two saves", foreign, tmp_path / "out")
 
 
 def test_a_changed_byte_in_a_file_of_nxds(foreign: Path, tmp_path: Path) -> None:

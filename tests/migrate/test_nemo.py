@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from nxd_ckpt import convert, load_checkpoint
-from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, KeyMismatch, MalformedFile
+from nxd_ckpt.errors import CheckpointError, CheckpointNotFound, IncompatibleState, KeyMismatch, MalformedFile
 from tests.hugging_face.reference import Job, Model
 from tests.hugging_face.saved import differences, weights, write_config
 from tests.migrate.layouts import untrained
@@ -130,7 +130,7 @@ def _of_another_model(place: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kind", "complaint"),
     [
-        (_of_another_step, MalformedFile, "have different steps.* mixes files of two saves"),
+        (_of_another_step, IncompatibleState, "step differed between the ranks .* files of two saves"),
         (_of_two_layouts, MalformedFile, "several directories of one rank, mp_rank_00, tp_rank_00_pp_rank_000"),
         (_of_too_many_ranks, MalformedFile, f"dp={2**20 + 1}, .* ranks; at most {2**20} are allowed"),
         (_of_a_rank_twice, MalformedFile, "optim has several directories of one rank, dp_rank_000, dp_rank_0000"),
