@@ -6,7 +6,7 @@ torch_checkpointing. Entries of neither model nor optimizer are user content, ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, Protocol
@@ -30,8 +30,7 @@ from nxd_ckpt.formats.optimizer_trees import numbered
 from nxd_ckpt.formats.tensors import Assembly, Fragment, TensorStub, by_digest
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.layouts.payload import masters_apart, reading
-from nxd_ckpt.layouts.rank_items import RankItems, is_present
-from nxd_ckpt.layouts.torch_dcp import METADATA, Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
+from nxd_ckpt.layouts.torch_dcp import Chunk, DcpFiles, TieredFiles, WholeForm, read_metadata
 
 
 class Form(Protocol):
@@ -289,23 +288,23 @@ class DcpTensors:
             raise type(error)(f"{error} (in {name})") from error
 
 
-def entries_of(files: TagFiles) -> DcpTensors | RankItems:
-    """Return the entries of a directory of torch DCP or of torch_checkpointing. Raises the errors of opening it."""
-    names = files.names()
-    return RankItems(files) if METADATA not in names and is_present(names) else DcpTensors(files, DcpFiles())
+NO_KEYS: Mapping[str, str] = {}
 
 
 class DcpDirectory:
     """Layout (`TagLayout`) of the directory in ``files``, whose state dict has these ``entries``.
 
-    Without ``names`` the optimizer is under "optim" or "optimizer", whichever exists. The model is under "model"; if
-    there is none, it is the tensors at the top, as with TorchTitan.
+    ``keys`` are those of "model" and "optimizer" in it, as far as the caller names them. Without them the optimizer is
+    under "optim" or "optimizer", whichever exists. The model is under "model"; if there is none, it is the tensors at
+    the top, as with TorchTitan.
     """
 
-    def __init__(self, files: TagFiles, entries: Entries, names: DcpNames | None = None) -> None:
+    def __init__(
+        self, files: TagFiles, entries: Entries, keys: Mapping[str, str] = NO_KEYS, names: DcpNames | None = None
+    ) -> None:
         self.files = files
-        self._tensors = entries
-        self._trees = DcpTrees(self._tensors, names or _usual_names(self._tensors.names))
+        self.entries = entries
+        self._trees = DcpTrees(entries, names or _usual_names(entries.names, keys))
 
     def topology(self) -> Topology:
         return Topology()
@@ -346,14 +345,14 @@ class DcpDirectory:
     def _shape(self, parameter: str) -> tuple[int, ...]:
         """Return the whole shape of a parameter: the model's, else the one that spans its largest entries."""
         for names in (self._trees.model.get(parameter, {}).values(), self._trees.states.get(parameter, {}).values()):
-            shapes = [form.shape for form in map(self._tensors.form, names) if form is not None]
+            shapes = [form.shape for form in map(self.entries.form, names) if form is not None]
             if shapes:
                 dims = max(map(len, shapes))
                 return tuple(map(max, zip(*(shape for shape in shapes if len(shape) == dims), strict=True)))
         return ()
 
 
-def _usual_names(names: Iterable[str]) -> DcpNames:
-    keys = {name.partition(".")[0] for name in names}
-    optim = "optimizer" if "optimizer" in keys and "optim" not in keys else "optim"
-    return DcpNames(model="model" if "model" in keys else "", optim=optim)
+def _usual_names(names: Iterable[str], keys: Mapping[str, str]) -> DcpNames:
+    first = {name.partition(".")[0] for name in names}
+    optim = "optimizer" if "optimizer" in first and "optim" not in first else "optim"
+    return DcpNames(keys.get("model", "model" if "model" in first else ""), keys.get("optimizer", optim))

@@ -16,7 +16,6 @@ from nxd_ckpt.core.names import DONE, HIDDEN
 from nxd_ckpt.core.tags import validate_tag
 from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import InvalidArgument
-from nxd_ckpt.layouts.files import require_directory
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.fsspec_storage import without_password
 from nxd_ckpt.storage.system import missing_directories, remove_empty
@@ -82,14 +81,9 @@ def settle(place: Location, storage: Storage) -> None:
 
 
 def locate_input(path: StrPath, options: StorageOptions | None = None) -> Location:
-    """Return the tag at ``path``, or the only one in an archive there; see `own_place`.
-
-    Raises CheckpointNotFound if there is none, or several tags are of that step.
-    """
+    """Return what is at ``path``, or the only tag in an archive there; see `own_place`."""
     named = settled_input(path, options)
-    place = own_location(join(named.directory, named.name), named.options)
-    require_directory(place.open(), place.name, "input")
-    return place
+    return own_location(join(named.directory, named.name), named.options)
 
 
 def own_location(path: StrPath, options: StorageOptions | None) -> Location:

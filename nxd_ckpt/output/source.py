@@ -6,14 +6,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from nxd_ckpt.core import names
-from nxd_ckpt.core.dcp_names import DcpNames
 from nxd_ckpt.core.manifest import Parts
 from nxd_ckpt.core.names import describe, holes
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import CheckpointNotFound, PartNotFound
 from nxd_ckpt.hugging_face.imported_model import ImportedFiles, ImportedModel, ImportTarget
-from nxd_ckpt.layouts.dcp_directory import DcpDirectory, entries_of
-from nxd_ckpt.layouts.files import TagFiles
+from nxd_ckpt.layouts.files import TagFiles, require_directory
 from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, open_weights
 from nxd_ckpt.layouts.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.output.locations import Location, own_location, settled_input
@@ -81,9 +79,7 @@ class Source:
             TagReplaced: it was removed, or saved again, meanwhile.
             MalformedFile, UnsupportedState: errors of opening its layout.
         """
-        if self.keys and self.writer is not Program.TORCH_XLA:
-            opened = _open_dcp(self.place, self.keys)
-        elif self.is_tag or self.writer in (Program.OPTIMUM, Program.OPTIMUM_ADAPTER):
+        if self.is_tag or self.writer in (Program.OPTIMUM, Program.OPTIMUM_ADAPTER):
             opened = open_source(self.place)
         else:
             what = ByPath(self.place.name, self.writer.value)
@@ -134,14 +130,6 @@ def find_source(path: StrPath, options: StorageOptions | None) -> Source:
     return Source(tag, layout.writer, layout.beside, place)
 
 
-def _open_dcp(place: Location, keys: Mapping[str, str]) -> OpenTag:
-    """Open a directory of torch DCP or torch_checkpointing as a tag of one rank. Raises the errors of opening it."""
-    storage = place.open()
-    files = TagFiles(storage, place.name)
-    names_of_parts = DcpNames(keys.get("model", DcpNames.model), keys.get("optimizer", DcpNames.optim))
-    return OpenTag(storage, place.name, DcpDirectory(files, entries_of(files), names_of_parts), None)
-
-
 def open_imported(place: Location, what: ImportTarget) -> HuggingFaceDirectory:
     """Open the input of an import, with plain numbers of quantized weights. Raises the errors of opening it."""
     directory = open_weights(place.open(), place.name, what.model_key)
@@ -163,6 +151,7 @@ def open_source(place: Location) -> OpenTag:
         TagReplaced: it was removed, or saved again, meanwhile.
     """
     storage = place.open()
+    require_directory(storage, place.name, "input")
     settle_swap(storage)
     _refuse_incomplete(place, {entry.name for entry in storage.list(place.name)})
     opened = open_complete_tag(storage, place.name)

@@ -21,6 +21,7 @@ from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, un
 from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, InvalidTag, MalformedFile
 from nxd_ckpt.layouts import nemo
+from nxd_ckpt.layouts.dcp_directory import NO_KEYS
 from nxd_ckpt.layouts.files import require_directory
 from nxd_ckpt.layouts.hugging_face_directory import WeightsLayout, open_weights
 from nxd_ckpt.layouts.payload import PayloadFile
@@ -44,7 +45,7 @@ from nxd_ckpt.tag.directory import (
     list_tags,
 )
 from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
-from nxd_ckpt.tag.recognise import NO_PART_KEYS, Program, open_as, recognise
+from nxd_ckpt.tag.recognise import Program, open_as, recognise
 from nxd_ckpt.tag.verification import verify_file
 
 _SWAP_TAKES = 10.0
@@ -324,7 +325,7 @@ class ByPath(NamedTuple):
         *,
         trust_pickle: bool = False,
         tells: bool = True,
-        part_keys: Mapping[str, str] = NO_PART_KEYS,
+        part_keys: Mapping[str, str] = NO_KEYS,
     ) -> OpenTag:
         """Open it as ``key`` of the storage; ``part_keys`` as for `open_as`. Raises the errors of opening its layout.
 

@@ -17,7 +17,7 @@ from nxd_ckpt.core.tags import TagInfo
 from nxd_ckpt.errors import CheckpointNotFound, MalformedFile, UnsupportedState
 from nxd_ckpt.formats.zip_directory import LOCAL_MARK
 from nxd_ckpt.layouts import legacy, nemo, rank_items, torch_xla_files, whole_files
-from nxd_ckpt.layouts.dcp_directory import DcpDirectory, DcpTensors
+from nxd_ckpt.layouts.dcp_directory import NO_KEYS, DcpDirectory, DcpTensors
 from nxd_ckpt.layouts.files import TagFiles
 from nxd_ckpt.layouts.nxd_tag import TagLayout
 from nxd_ckpt.layouts.other_kinds import holds_one_file
@@ -141,15 +141,12 @@ def _refuse_file(storage: Storage, key: str, where: str) -> None:
         raise UnsupportedState(f"{where} is {other}")
 
 
-NO_PART_KEYS: Mapping[str, str] = {}
-
-
 def open_as(
-    writer: Program, storage: Storage, key: str, trust_pickle: bool = False, part_keys: Mapping[str, str] = NO_PART_KEYS
+    writer: Program, storage: Storage, key: str, trust_pickle: bool = False, part_keys: Mapping[str, str] = NO_KEYS
 ) -> TagLayout | None:
     """Open what `recognise` found to be of that ``writer``; None if it is read as tags are.
 
-    ``part_keys`` are those of parts in a file of torch.save, if the caller names them.
+    ``part_keys`` are those of parts in a state dict, if the caller names them.
 
     Raises CheckpointNotFound, PartNotFound, MalformedFile: errors of opening its layout.
     """
@@ -160,19 +157,19 @@ def open_as(
         above, name = (folder, file) if storage.is_file(key) else (key, None)
         return torch_xla_files.open_files(TagFiles(storage, above, trust_pickle=trust_pickle), name, part_keys)
     opens = _OPENS.get(writer)
-    return None if opens is None else opens(TagFiles(storage, key, trust_pickle=trust_pickle))
+    return None if opens is None else opens(TagFiles(storage, key, trust_pickle=trust_pickle), part_keys)
 
 
-def _open_tiered(files: TagFiles) -> TagLayout:
+def _open_tiered(files: TagFiles, part_keys: Mapping[str, str]) -> TagLayout:
     root = TagFiles(files.storage, "")
     return DcpDirectory(root, DcpTensors(root, TieredFiles(files.tag)))
 
 
-_OPENS: Mapping[Program, Callable[[TagFiles], TagLayout]] = {
+_OPENS: Mapping[Program, Callable[[TagFiles, Mapping[str, str]], TagLayout]] = {
     Program.TIERED: _open_tiered,
-    Program.TORCH_DCP: lambda files: DcpDirectory(files, DcpTensors(files, DcpFiles())),
-    Program.TORCH_CHECKPOINTING: lambda files: DcpDirectory(files, RankItems(files)),
-    Program.WHOLE_FILES: whole_files.open_files,
+    Program.TORCH_DCP: lambda files, keys: DcpDirectory(files, DcpTensors(files, DcpFiles()), keys),
+    Program.TORCH_CHECKPOINTING: lambda files, keys: DcpDirectory(files, RankItems(files), keys),
+    Program.WHOLE_FILES: lambda files, keys: whole_files.open_files(files),
 }
 
 

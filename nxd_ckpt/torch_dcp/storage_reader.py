@@ -27,7 +27,6 @@ from torch.futures import Future
 
 from nxd_ckpt.core.box import Box
 from nxd_ckpt.core.dcp_names import DcpItem, DcpNames, names_of
-from nxd_ckpt.core.names import DONE, MANIFEST, MARKER, MODEL_DIR, OPTIMIZER_DIR
 from nxd_ckpt.core.option_classes import takes
 from nxd_ckpt.core.partition import Partition
 from nxd_ckpt.effects import logger
@@ -35,10 +34,7 @@ from nxd_ckpt.errors import CheckpointError, InvalidArgument, UnsupportedState, 
 from nxd_ckpt.formats.assembly import box_of, cut_box
 from nxd_ckpt.formats.memory import allocated, distinct, repeats, torch_dtype
 from nxd_ckpt.formats.tensors import Assembly, dtype_name, itemsize
-from nxd_ckpt.layouts.dcp_directory import DcpDirectory, entries_of
-from nxd_ckpt.layouts.files import TagFiles
-from nxd_ckpt.layouts.rank_items import is_present
-from nxd_ckpt.layouts.torch_dcp import METADATA
+from nxd_ckpt.layouts.dcp_directory import DcpDirectory
 from nxd_ckpt.live.dtensor import tell_autograd
 from nxd_ckpt.live.parameters import refuse_short
 from nxd_ckpt.options.execution import SavedNames
@@ -47,10 +43,12 @@ from nxd_ckpt.output.source import open_source
 from nxd_ckpt.reshard.dcp_state import DcpState
 from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StorageOptions, StrPath
+from nxd_ckpt.tag.choosing import find_by_path
 from nxd_ckpt.tag.identity import require_one_save
 from nxd_ckpt.tag.opened import OpenTag
 from nxd_ckpt.tag.rank_states import refuse_per_rank
 from nxd_ckpt.tag.reading import LeafReader
+from nxd_ckpt.tag.recognise import Program
 
 _TURN = 64 * 2**20
 """Bytes that are read at a time if they cannot be read directly into the target."""
@@ -59,8 +57,9 @@ _TURN = 64 * 2**20
 class StorageReader(TorchStorageReader):
     """A reader of tags for ``torch.distributed.checkpoint.load(state_dict, storage_reader=...)``.
 
-    The tag may be of nxd_ckpt or NxD, local or in a store, saved on any sizes. Every rank reads only the bytes of its
-    shards, directly into their memory, and verifies them. Values are cast if dtypes differ.
+    What is read may be a tag of nxd_ckpt or NxD, or of any layout that a load reads, local or in a store, saved on any
+    sizes. Every rank reads only the bytes of its shards, directly into their memory, and verifies them. Values are cast
+    if dtypes differ.
 
     Names are those of `nxd_ckpt.core.dcp_names.DcpNames`: ``{"model": get_model_state_dict(...), "optim":
     get_optimizer_state_dict(...)}``, with or without ``flatten_optimizer_state_dict``, and ``scheduler.*`` and
@@ -207,8 +206,7 @@ class StorageReader(TorchStorageReader):
     def _open(self) -> tuple[OpenTag, _States]:
         if self._opened is None:
             place = locate_input(self._path, self._options)
-            directory = _open_directory(place)
-            opened, names = directory or (open_source(place), None)
+            opened, names = _open(place)
             with opened.guarded():
                 tag = WholeTag(opened, partitions=self._partitions, saved_param_names=self._saved_names)
                 self._opened = opened, _States(tag, self._names(opened.dcp_names or names or self.usual))
@@ -222,19 +220,23 @@ class StorageReader(TorchStorageReader):
         )
 
 
-def _open_directory(place: Location) -> tuple[OpenTag, DcpNames] | None:
-    """Open a directory of torch DCP or torch_checkpointing as a tag of one rank, with its names; None for any other."""
+def _open(place: Location) -> tuple[OpenTag, DcpNames | None]:
+    """Open what is at ``place``; with its names if it is a state dict that torch DCP or torch_checkpointing saved."""
     storage = place.open()
-    listing = {entry.name for entry in storage.list(place.name)}
-    if not (METADATA in listing or is_present(listing)) or listing & {MODEL_DIR, OPTIMIZER_DIR, DONE, MARKER, MANIFEST}:
-        return None
-    files = TagFiles(storage, place.name)
-    tensors = entries_of(files)
-    forms = {name: tensors.form(name) for name in tensors.names}
-    sizes = {name: None if form is None else prod(form.shape) for name, form in forms.items()}
-    items = [DcpItem(name, tensors.path(name), size) for name, size in sizes.items()]
+    found = find_by_path(storage, place.name)
+    if found is None or Program(found.writer).writes_tags:
+        return open_source(place), None
+    opened = found.open(storage, found.key)
+    layout = opened._layout
+    if not isinstance(layout, DcpDirectory):
+        return opened, None
+    entries = layout.entries
+    forms = {name: entries.form(name) for name in entries.names}
+    items = [
+        DcpItem(name, entries.path(name), None if form is None else prod(form.shape)) for name, form in forms.items()
+    ]
     names = replace(names_of(items, 0), content="")
-    return OpenTag(storage, place.name, DcpDirectory(files, tensors, names), None), names
+    return OpenTag(storage, found.key, DcpDirectory(layout.files, entries, names=names), None), names
 
 
 class _States:

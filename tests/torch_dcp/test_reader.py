@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from nxd_ckpt import open_checkpoint
+from nxd_ckpt import convert, open_checkpoint, save_checkpoint
 from nxd_ckpt.errors import DigestMismatch
 from nxd_ckpt.torch_dcp.storage_reader import StorageReader
 from tests.bad_input.live import jobs
@@ -119,6 +119,18 @@ def test_state_dicts_may_have_other_keys_and_one_reader_another_tag(examples: Pa
     load(state, checkpoint_id=examples / "cut", storage_reader=reader)
     assert torch.equal(whole("norm"), state["norm"])
     assert str(examples / "cut") == reader.checkpoint_id
+
+
+def test_a_file_of_a_script_and_whole_files_are_read(tmp_path: Path) -> None:
+    """Whatever a path names, as a load does: not tags and directories of torch DCP alone."""
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"model": {"weight": weight}, "epoch": 3}, tmp_path / "last.pt")
+    save_checkpoint(tmp_path, "step_1", {"weight": weight})
+    convert(tmp_path / "step_1", tmp_path / "whole", to="files", use_safetensors=True)
+    for name in ("last.pt", "whole"):
+        state = {"model": {"weight": torch.zeros(2, 3)}}
+        load(state, storage_reader=StorageReader(tmp_path / name))
+        assert torch.equal(weight, state["model"]["weight"])
 
 
 def test_changed_bytes_are_refused(tmp_path: Path) -> None:
