@@ -314,6 +314,12 @@ class ReshardedOptimizer:
         """Raise IncompatibleState if ranks saved other kinds of state than the reference rank, options or values."""
         holders = self._holders_of(slot, saved)
         for holder in holders:
+            if holder.slot.shape != saved.slot.shape:
+                raise IncompatibleState(
+                    f"{self._context.opened.where}: the rank at {holder.at} saved {saved.name!r} with shape "
+                    f"{holder.slot.shape}, others with {saved.slot.shape}. The files are from two saves; load another "
+                    "tag"
+                )
             for key in sorted(holder.slot.filled ^ saved.slot.filled):
                 if not ignores(f"optim/{slot.name}/{key}"):
                     at = holder.at if key in saved.slot.filled else self._context.near(saved.pp_rank)

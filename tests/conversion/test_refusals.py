@@ -187,6 +187,13 @@ def test_files_of_two_saves_are_refused(golden: Path, foreign: Path, tmp_path: P
     torch.save(tree, foreign / RANK_1)
     refused(IncompatibleState, "step differed between the ranks", foreign, tmp_path / "out")
 
+    (foreign / RANK_1).write_bytes(original)
+    tree = torch.load(foreign / RANK_1, weights_only=True)
+    rows, *rest = tree["shape_info"][1]
+    tree["shape_info"][1] = [rows - 1, *rest]
+    torch.save(tree, foreign / RANK_1)
+    refused(IncompatibleState, f"'#1' with shape .{rows - 1}, .* others with .{rows}, ", foreign, tmp_path / "out")
+
     of_three = golden / "k_convert" / "pt" / "sharded_to_dp3" / "optim"
     (foreign / RANK_1).write_bytes((of_three / Path(RANK_1).name).read_bytes())
     refused(MalformedFile, "two saves", foreign, tmp_path / "out")
