@@ -81,6 +81,7 @@ class Values:
 
     ``known`` are names of what ranks save for themselves. ``copies`` describe the ``tensors`` of the part, by their
     numbers. ``pickled`` are all values, None if they are not known, and ``form`` is that of the tree around them.
+    ``on_mesh``: the files of a mesh have its tensors of which no other rank has a copy.
     """
 
     part: str
@@ -92,6 +93,7 @@ class Values:
     copies: Sequence[Replica] = field(default=(), repr=False)
     pickled: bytes | None = None
     form: Any = None
+    on_mesh: bool = False
 
     @property
     def claim(self) -> str:
@@ -186,7 +188,7 @@ class Own:
         A container with tensors that all ranks have stays: those that differ are kept one by one. All of an optimizer
         is kept with references to its DTensors, which are in the files of the mesh.
 
-        Raises RanksDisagree if one of the ranks has no model.
+        Raises RanksDisagree if one of the ranks has no model, or ranks put shards of ZeRO-1 in other param groups.
         """
         kept = set[str]()
         for name in names:  # that of a container comes before those in it
@@ -202,8 +204,14 @@ class Own:
                 self.absent.append(name)
                 continue
             path, value = values.by_name[name]
-            if isinstance(value, Container) and name != OPTIMIZER and not values.is_plain(value):
-                continue
+            if isinstance(value, Container) and not values.is_plain(value):
+                if name != OPTIMIZER:
+                    continue
+                if not values.on_mesh:
+                    raise RanksDisagree(
+                        f"the ZeRO-1 optimizer has other parameters, or other param groups, than on rank "
+                        f"{values.writes}: build it alike on all ranks"
+                    )
             kept.add(name)
             self.leaves[name] = values.kept(value.tree, own_value) if isinstance(value, Container) else value
             self.paths[name] = list(path)

@@ -234,7 +234,10 @@ class Planner:
         for part, tree in trees.items():
             if part in plan.writers:
                 parameters = state.optimizer_names
-                part_values = Values(part, plan.writers[part], tree, parameters, self.known, tensors[part], copies)
+                part_values = Values(
+                    part, plan.writers[part], tree, parameters, self.known, tensors[part], copies,
+                    on_mesh=plan.mesh is not None,
+                )  # fmt: skip
                 values.append(_unchanging(part_values, structures[part], last.forms[part]))
         if state.user_content is not None:  # compared as it is now, without the values of its tensors
             digest = digest_of_value(map_tensors(state.user_content, form_of, _LIVE))

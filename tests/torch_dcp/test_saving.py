@@ -297,6 +297,33 @@ def test_numbers_that_differ_come_back_to_their_rank(tmp_path: Path, sizes: dict
         load_checkpoint(tmp_path, "t", optimizer={}, topology=Topology(dp=1, pp=ranks[0].pp))
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_shards_in_other_param_groups_on_some_ranks_are_refused(tmp_path: Path, known: bool) -> None:
+    """They are in no rank's own file: what came back to that rank had none of its moments.
+
+    With ``known``, ranks differed in something else before.
+    """
+    ranks, run = ranks_of(dp=2), uuid.uuid4().hex
+    names = parameters(ranks[0])
+
+    def save(rank: int) -> None:
+        state = optimizer(ranks[rank], 10)
+        state["param_groups"][0]["lr"] = 0.1 * (1 + rank)
+        saver = Checkpointer(tmp_path, topology=ranks[rank], run_id=run, timeout=600.0)
+        if known:
+            saver.save("before", optimizer=state, param_names=[names[:1], names[1:]], use_zero1_dcp=True)
+        groups = state["param_groups"]
+        if rank == 1:
+            groups[:] = [{**groups[0], "params": [index for group in groups for index in group["params"]]}]
+        listed = [names] if rank == 1 else [names[:1], names[1:]]
+        with pytest.raises(errors.RanksDisagree, match=r"ZeRO-1 optimizer has .* other param groups, than on"):
+            saver.save("t", optimizer=state, param_names=listed, use_zero1_dcp=True)
+        saver.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, range(2)))
+
+
 def test_a_failure_elsewhere_reaches_rank_0_which_votes_last(tmp_path: Path) -> None:
     """Both ranks say whose failure it was, in the same words; there is no tag."""
 
