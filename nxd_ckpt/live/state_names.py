@@ -183,15 +183,14 @@ def values_in(part: str, tree: Any, names: Sequence[str] | None) -> Iterator[tup
     return walk(tree, ())
 
 
-def groups_of(tree: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, str]:
-    """Return for each of an optimizer's parameters the name of the first one in its param group, in alphabetical order.
-
-    These are equal for groups in another order, too.
-    """
+def groups_of(tree: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, int]:
+    """Return for each of an optimizer's parameters the number of its param group, by which its options are known."""
     by_index = _name_by_index(tree, "state", names or ())
-    groups = [[by_index.get(index, f"#{index}") for index in group["params"]] for group in tree["param_groups"]]
-    firsts = [(min(members), members) for members in groups if members]
-    return {name: first for first, members in firsts for name in members}
+    return {
+        by_index.get(index, f"#{index}"): number
+        for number, group in enumerate(tree["param_groups"])
+        for index in group["params"]
+    }
 
 
 def _depth(part: str, path: Path) -> int:

@@ -11,7 +11,6 @@ import torch
 
 from nxd_ckpt import Checkpointer, Topology
 from nxd_ckpt.coordination.control_files import appeal_file, rank_file, verdict_dir, verdict_file
-from nxd_ckpt.live.state_names import groups_of
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.support.rank_pool import RankPool
@@ -46,7 +45,7 @@ def test_groups_of_other_parameters_come_back(gloo_ranks: RankPool, tmp_path: Pa
 
 
 def test_groups_in_another_order_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """Each rank's own options, in its own order."""
+    """Each rank's own options, in its own order: the load took them for those of rank 0's order."""
     assert [[0.1, 0.2], [0.1, 0.2], [0.2, 0.1], [0.1, 0.2]] == gloo_ranks.run(saved, tmp_path, False)
 
 
@@ -96,21 +95,3 @@ def test_a_rank_that_sees_the_verdict_before_the_appeal_delays_no_save(tmp_path:
         for first, second, third in threads.map(save, range(3)):
             assert ("", "") == (first, third)
             assert "a plain tensor of float32 (2,) on rank 0, and a plain tensor of float32 (3,) on rank 2" in second
-
-
-class _Name(str):
-    """Text that counts how often it is compared."""
-
-    times = 0
-
-    def __lt__(self, other: str) -> bool:
-        _Name.times += 1
-        return str.__lt__(self, other)
-
-
-def test_the_first_name_of_a_group_is_looked_for_once() -> None:
-    """A group of 8,000 parameters took 7 seconds of each save."""
-    names = [_Name(number) for number in range(1000)]
-    groups = groups_of({"param_groups": [{"params": []}, {"params": [*range(1000)]}]}, names)
-    assert {"0"} == {*groups.values()}
-    assert _Name.times <= len(names)
