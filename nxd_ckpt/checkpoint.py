@@ -37,7 +37,7 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, open_storag
 from nxd_ckpt.tag.choosing import choose_anything
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
+from nxd_ckpt.tag.per_rank import refuse_per_rank
 
 
 @dataclass(frozen=True)

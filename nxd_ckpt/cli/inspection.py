@@ -36,7 +36,7 @@ from nxd_ckpt.tag.directory import find_tag, list_tags
 from nxd_ckpt.tag.identity import of_latest
 from nxd_ckpt.tag.listing import locate, summary
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import entry_name, own_tensors
+from nxd_ckpt.tag.per_rank import entry_name, own_tensors
 from nxd_ckpt.tag.recognise import recognise
 from nxd_ckpt.tag.verify import files_of
 

@@ -30,7 +30,7 @@ from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
+from nxd_ckpt.tag.per_rank import refuse_per_rank
 
 _LARGE = 32 * 2**20
 """Size in bytes below which a tensor shares a file with others, and of such a file.

@@ -28,7 +28,7 @@ from nxd_ckpt.saving.planned_file import NamedLeaf, PlannedFile, file_of
 from nxd_ckpt.storage.progress import Counter
 from nxd_ckpt.storage.urls import StrPath
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
+from nxd_ckpt.tag.per_rank import refuse_per_rank
 
 MODEL, OPTIM = "model", "optim"
 INDEX = "index.json"

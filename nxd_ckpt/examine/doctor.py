@@ -32,7 +32,7 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub
 from nxd_ckpt.reshard.saved_optimizer import saved_optimizer
 from nxd_ckpt.reshard.whole_tag import plain_values
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import own_tensors
+from nxd_ckpt.tag.per_rank import own_tensors
 from nxd_ckpt.tag.reading import Leaf
 
 __all__ = ["Examination", "Finding", "examine_checkpoint"]

@@ -25,7 +25,7 @@ from nxd_ckpt.hugging_face.mapped_tag import MappedTag
 from nxd_ckpt.hugging_face.packed_tensors import PackedTensor
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
+from nxd_ckpt.tag.per_rank import refuse_per_rank
 from nxd_ckpt.tag.reading import LeafReader
 
 FORMAT_VERSION = 1

@@ -39,7 +39,7 @@ from nxd_ckpt.reshard.resharded_optimizer import ReshardedOptimizer
 from nxd_ckpt.reshard.resharded_state import ReshardedState, recorded_state
 from nxd_ckpt.reshard.saved_optimizer import SavedSlot, is_number
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
+from nxd_ckpt.tag.per_rank import refuse_per_rank
 from nxd_ckpt.tag.side_by_side import are_equal
 
 _MULTIPLES = tuple(2**power for power in range(11))

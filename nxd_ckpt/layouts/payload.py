@@ -5,7 +5,7 @@ Lightning saves lists of optimizers and of schedulers, Composer dicts of them by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -59,18 +59,18 @@ def is_model(state: Any) -> bool:
 
 def checked_model(tree: Any, where: str) -> dict[str, Any]:
     """Return ``tree`` if its keys are names. Raises MalformedFile, naming ``where``."""
-    return _names(tree, f"{where}: expected a model's state dict")
+    return checked_names(tree, f"{where}: expected a model's state dict")
 
 
 def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
     """Return ``tree`` if it has an optimizer's form: torch's, or ZeRO-1's. Raises MalformedFile, naming ``where``."""
-    _names(tree, f"{where}: expected an optimizer's state dict")
+    checked_names(tree, f"{where}: expected an optimizer's state dict")
     for key in _BY_INDEX:
         for index, state in checked_dict(tree.get(key, {}), f"{where}: {key}").items():
             if not isinstance(index, (int, str)):
                 raise MalformedFile(f"{where}: {key} must be by index or name, found {shown(index)}")
             if isinstance(index, int):  # a named entry may belong to the whole optimizer, and have any form
-                _names(state, f"{where}: {key} of {shown(index)}")
+                checked_names(state, f"{where}: {key} of {shown(index)}")
     checked_dict(tree.get("sharded_master_weights", {}), f"{where}: sharded_master_weights")
     for index, shape in checked_dict(tree.get("shape_info", {}), f"{where}: shape_info").items():
         check_sizes(shape, f"{where}: shape_info of {shown(index)}")
@@ -78,24 +78,9 @@ def checked_optimizer(tree: Any, where: str) -> dict[str, Any]:
     if not isinstance(groups, (list, tuple)):
         raise MalformedFile(f"{where}: param_groups must be a list, found {shown(groups)}")
     for group in groups:
-        params = _names(group, f"{where}: a param group").get("params")
+        params = checked_names(group, f"{where}: a param group").get("params")
         if not isinstance(params, (list, tuple)) or not all(isinstance(index, (int, str)) for index in params):
             raise MalformedFile(f"{where}: the params of a group must be indices, found {shown(params)}")
-    return cast("dict[str, Any]", tree)
-
-
-def checked_rank_state(tree: Any, where: str) -> dict[str, Any]:
-    """Return ``tree`` if it has the form of what a rank saves for itself. Raises MalformedFile, naming ``where``."""
-    _names(tree, f"{where}: expected a rank's own state")
-    for key in ("leaves", "paths", "meshes"):
-        _names(tree.get(key), f"{where}: {key}")
-    for key in ("absent", "lost", "parameters"):
-        listed = tree.setdefault(key, []) if key == "parameters" else tree.get(key)  # tags of before have none
-        if not isinstance(listed, (list, tuple)) or not all(isinstance(name, str) for name in listed):
-            raise MalformedFile(f"{where}: {key} must be names, found {shown(listed)}")
-    for name, path in tree["paths"].items():
-        if not isinstance(path, (list, tuple)) or not all(isinstance(key, Hashable) for key in path):
-            raise MalformedFile(f"{where}: the path of {shown(name)} must be keys, found {shown(path)}")
     return cast("dict[str, Any]", tree)
 
 
@@ -146,7 +131,8 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(item, (bool, int, float, complex, str, bytes)) for item in several)
 
 
-def _names(value: Any, what: str) -> dict[str, Any]:
+def checked_names(value: Any, what: str) -> dict[str, Any]:
+    """Return ``value`` if it is a dict by name. Raises MalformedFile, naming ``what`` was expected."""
     for name in checked_dict(value, what):
         if not isinstance(name, str):
             raise MalformedFile(f"{what}: its keys must be names, found {shown(name)}")

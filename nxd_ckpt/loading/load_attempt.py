@@ -22,6 +22,7 @@ from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
 from nxd_ckpt.formats.tensors import Assembly, form_of, nbytes_of
 from nxd_ckpt.hugging_face.mapping import ModelMapping
+from nxd_ckpt.layouts.own_state import OwnState
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
@@ -160,22 +161,16 @@ class RenamedTag(OpenTag):
     def _live_leaves(self, names: Sequence[str]) -> list[str]:
         return [live for name in names if (live := _live_leaf(name, self._renaming))]
 
-    def rank_state(self, rank: int) -> list[dict[str, Any]]:
-        return [self._live_rank_state(own) for own in super().rank_state(rank)]
-
-    def _live_rank_state(self, own: dict[str, Any]) -> dict[str, Any]:
-        lives = {name: _live_leaf(name, self._renaming) for name in own["leaves"]}
-        lives |= {name: _live_leaf(name, self._renaming) for key in ("absent", "lost") for name in own[key]}
-        paths = {
-            name: [self._renaming.live(path[0]), *path[1:]] if is_in("model", name) else path
-            for name, path in own["paths"].items()
+    def rank_state(self, rank: int) -> OwnState:
+        state = super().rank_state(rank)
+        values = {
+            live: own._replace(path=(self._renaming.live(own.path[0]), *own.path[1:]))
+            if own.path and is_in("model", name)
+            else own
+            for name, own in state.values.items()
+            if (live := _live_leaf(name, self._renaming))
         }
-        by_name = {**own, "paths": paths}
-        renamed = {
-            key: {live: by_name[key][name] for name, live in lives.items() if live and name in by_name[key]}
-            for key in ("leaves", "paths", "meshes")
-        }
-        return renamed | {key: [live for name in own[key] if (live := lives[name])] for key in ("absent", "lost")}
+        return replace(state, values=values)
 
 
 def _live_leaf(name: str, renaming: Renaming) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from nxd_ckpt.core.mesh import Mesh, Placed
@@ -14,6 +13,7 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.optimizer_trees import MASTERS
 from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
+from nxd_ckpt.layouts.own_state import Gone, OwnValue
 from nxd_ckpt.live.dtensor import described_layout
 from nxd_ckpt.live.state_names import SECTIONS, is_below, is_in, key_text, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
@@ -26,48 +26,31 @@ NO_MESH = Mesh((), (), ())
 
 @dataclass(frozen=True)
 class RankState:
-    """This rank's own values, by name; see saving.replicas.Own. They were saved ``on`` these meshes."""
+    """This rank's own values, by name. They were saved ``on`` these meshes."""
 
     where: str = ""
-    leaves: Mapping[str, Any] = field(default_factory=dict)
-    paths: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    meshes: Mapping[str, str] = field(default_factory=dict)
-    absent: Sequence[str] = ()
+    values: Mapping[str, OwnValue] = field(default_factory=dict)
     on: Set[Mesh] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.leaves or self.absent)
 
     def replaces(self, name: str) -> bool:
         """Return whether this rank has something else, or nothing, in place of what has this name in the tag."""
-        return is_below(name, self._names)
-
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset((*self.leaves, *self.absent))
+        return is_below(name, self.values)
 
     def regrouped(self, order: Sequence[Sequence[int]]) -> RankState:
         """Return it for live param groups, of which ``order`` has each one's numbers in the tag; none of a new one.
 
         Raises IncompatibleState if groups become one that have other options on this rank.
         """
-        for name in self.leaves if any(len(numbers) > 1 for numbers in order) else ():
+        for name in self.values if any(len(numbers) > 1 for numbers in order) else ():
             self._refuse_joined(name, order)
-        names = [
-            (name, *live)
-            for name in (*self.leaves, *self.absent)
-            for live in _in_groups(name, tuple(self.paths.get(name, ())), order)
-        ]
-        leaves = {live: self.leaves[name] for name, live, _ in names if name in self.leaves}
-        paths = {live: path for name, live, path in names if name in self.paths}
-        return replace(
-            self, leaves=leaves, paths=paths, absent=[live for name, live, _ in names if name in self.absent]
-        )
+        live = (in_group for name, own in self.values.items() for in_group in _in_groups(name, own, order))
+        return replace(self, values=dict(live))
 
     def _refuse_joined(self, name: str, order: Sequence[Sequence[int]]) -> None:
         saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
         for number, numbers in enumerate(order):
-            values = [repr(self.leaves.get(f"{PARAM_GROUPS}/{each}/{option}", ...)) for each in numbers]
+            own = (self.values.get(f"{PARAM_GROUPS}/{each}/{option}", OwnValue(Gone.ABSENT)) for each in numbers)
+            values = [repr(each.value) for each in own]
             if saved in map(str, numbers) and len({*values}) > 1:
                 raise IncompatibleState(
                     f"{self.where}: {name} differed between the ranks that saved it, and the live param group {number} "
@@ -77,7 +60,7 @@ class RankState:
 
     def refuse_others(self, live: Set[Mesh]) -> None:
         """Raise IncompatibleState if they were not saved on these meshes of a job."""
-        names = [*self.leaves, *self.absent]
+        names = [*self.values]
         if names and not live <= self.on:
             raise IncompatibleState(
                 f"{self.where}: {first_of(names)} differed between the ranks that saved it on {_described(self.on)}, "
@@ -95,10 +78,9 @@ class RankState:
         Raises IncompatibleState for a tensor of another form, or on another mesh.
         """
         # All of an optimizer is in the tree already, which is filtered.
-        own = {name: leaf for name, leaf in self.leaves.items() if is_in(part, name) and name != OPTIMIZER}
-        own = own if placed is not None else {name: leaf for name, leaf in own.items() if name not in self.meshes}
-        absent = [name for name in self.absent if is_in(part, name)]
-        if not own and not absent:
+        of_part = {name: own for name, own in self.values.items() if is_in(part, name) and name != OPTIMIZER}
+        taken = {name: own for name, own in of_part.items() if placed is not None or own.mesh is None}
+        if not taken:
             return tree
         text = key_text if part == "scheduler" else str
         tensors = dict(iter_tensors(tree))
@@ -107,38 +89,38 @@ class RankState:
         # In tags of before, keys are in names as they are. What differs there has a path, except tensors.
         before = {leaf_name(part, path, parameters): path for path in (*tensors, *at.values())}
         index_of = {name: index for index, name in enumerate(parameters or ())}
-        paths = {name: _live_path(name, tuple(path), index_of) for name, path in self.paths.items() if name in own}
+        paths = {name: _live_path(name, own.path, index_of) for name, own in taken.items() if own.path is not None}
         places = before | paths | at
-        values: dict[Path, Any] = {}
-        for name, leaf in own.items():
+        values = {places[name]: own.value for name, own in taken.items() if name in places}
+        for name, own in taken.items() if part != "scheduler" else ():  # there each may have another form
             path = places.get(name)
-            if path in tensors and is_tensor(leaf) and part != "scheduler":  # there each may have another form
-                self._check(name, leaf, tensors[path], (placed or {}).get(path))
-            if path is not None:
-                values[path] = leaf
-        whole = replaced(tree, values, [places[name] for name in absent if name in places])
+            if path in tensors and is_tensor(own.value):
+                self._check(name, own, tensors[path], (placed or {}).get(path))
+        absent = [path for path, value in values.items() if value is Gone.ABSENT]
+        whole = replaced(tree, {path: value for path, value in values.items() if value is not Gone.ABSENT}, absent)
         return {key: value for key, value in whole.items() if value or key != MASTERS} if part == "optimizer" else whole
 
-    def _check(self, name: str, own: Any, leaf: Any, placed: Placed | None) -> None:
+    def _check(self, name: str, own: OwnValue, leaf: Any, placed: Placed | None) -> None:
         mesh = None if placed is None else described_layout(placed.layout)
         is_free = mesh is None and is_in("optimizer", name)  # there each rank may have another form
-        if self.meshes.get(name) != mesh or not (is_free or form_of(own) == form_of(leaf)):
+        if own.mesh != mesh or not (is_free or form_of(own.value) == form_of(leaf)):
             raise IncompatibleState(
                 f"{self.where}: {name} differed between the ranks that saved it, and each rank's own was saved, here "
-                f"as {form_of(own)}; the live one is {form_of(leaf)}, or lies on another mesh. "
+                f"as {form_of(own.value)}; the live one is {form_of(leaf)}, or lies on another mesh. "
                 f"{how_to_leave_out([name])}"
             )
 
 
-def _in_groups(name: str, path: Path, order: Sequence[Sequence[int]]) -> Iterator[tuple[str, Path]]:
-    """Yield names and paths that an option of a saved param group has in live ones."""
+def _in_groups(name: str, own: OwnValue, order: Sequence[Sequence[int]]) -> Iterator[tuple[str, OwnValue]]:
+    """Yield an option of a saved param group as those that it is in live ones, by name; anything else as it is."""
     if not is_below(name, {PARAM_GROUPS}):
-        yield name, path
+        yield name, own
         return
     saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
     for live, numbers in enumerate(order):
         if saved in map(str, numbers[:1]):
-            yield f"{PARAM_GROUPS}/{live}/{option}", (*path[:1], live, *path[2:])
+            path = own.path and (*own.path[:1], live, *own.path[2:])
+            yield f"{PARAM_GROUPS}/{live}/{option}", own._replace(path=path)
 
 
 def _live_path(name: str, path: Path, index_of: Mapping[str, int]) -> Path:
@@ -167,28 +149,21 @@ def rank_state(opened: OpenTag, topology: Topology, filtered: Filter, parts: Seq
             f"each rank's own was saved; this is another job ({topology.describe()}), and nothing tells whose "
             f"it takes. {how_to_leave_out(names)}"
         )
-    leaves: dict[str, Any] = {}
-    paths: dict[str, Sequence[Any]] = {}
-    meshes: dict[str, str] = {}
-    absent: list[str] = []
-    for own in opened.rank_state(topology.rank):
-        lost = [name for name in own["lost"] if name in names]
-        if lost:
-            raise IncompatibleState(
-                f"{opened.where}: this rank's own values of {first_of(lost)} were noticed when they had changed "
-                "already, and are not in this tag. Load another one, or leave them out with ignore_keys="
-            )
-        leaves |= {name: _chosen(name, leaf, filtered) for name, leaf in own["leaves"].items() if name in names}
-        paths |= own["paths"]
-        meshes |= own["meshes"]
-        absent += [name for name in own["absent"] if name in names]
+    state = opened.rank_state(topology.rank)
+    lost = [name for name in state.names_of(Gone.LOST) if name in names]
+    if lost:
+        raise IncompatibleState(
+            f"{opened.where}: this rank's own values of {first_of(lost)} were noticed when they had changed "
+            "already, and are not in this tag. Load another one, or leave them out with ignore_keys="
+        )
+    values = {name: _chosen(name, own, filtered) for name, own in state.values.items() if name in names}
     on = {NO_MESH}
     if opened.mesh is not None:
         rank = topology.rank
         on = (opened.mesh.meshes_of(rank, "model/") or on) | opened.mesh.meshes_of(rank, "optim/")
     if topology.members is not None:  # in the tag ranks are places among them
         on = {replace(mesh, ranks=tuple(topology.members[place] for place in mesh.ranks)) for mesh in on}
-    return RankState(opened.where, leaves, paths, meshes, absent, on)
+    return RankState(opened.where, values, on)
 
 
 def tree_of_rank(opened: OpenTag, part: str, rank: int) -> tuple[OpenTag, dict[str, Any]]:
@@ -204,11 +179,12 @@ def tree_of_rank(opened: OpenTag, part: str, rank: int) -> tuple[OpenTag, dict[s
     return view, own.put_into(part, tree, view.optimizer_names(at) if part == "optimizer" else None)
 
 
-def _chosen(name: str, leaf: Any, filtered: Filter) -> Any:
-    """Return the leaf, of a parameter's state only what is not left out of the load."""
-    if not is_in("optimizer", name) or not isinstance(leaf, dict):
-        return leaf
-    return {key: entry for key, entry in leaf.items() if not _ignores(filtered, f"{name}/{key}")}
+def _chosen(name: str, own: OwnValue, filtered: Filter) -> OwnValue:
+    """Return the value, of a parameter's state only what is not left out of the load."""
+    if not is_in("optimizer", name) or not isinstance(own.value, dict):
+        return own
+    chosen = {key: entry for key, entry in own.value.items() if not _ignores(filtered, f"{name}/{key}")}
+    return own._replace(value=chosen)
 
 
 def _described(meshes: Set[Mesh]) -> str:

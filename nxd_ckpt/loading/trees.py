@@ -60,7 +60,7 @@ class LoadTrees:
     def take_own(self) -> None:
         """Put what this rank alone has into the trees. Raises IncompatibleState if it does not fit, or another mesh."""
         own = self.rank_state
-        if own:
+        if own.values:
             own.refuse_others(self._meshes)
             self.model_tree = own.put_into("model", self.model_tree, None, self.model_placed)
             names = self.names_by_index
@@ -133,7 +133,7 @@ class LoadTrees:
 
     @property
     def _own_leaves(self) -> set[int]:
-        return {id(leaf) for own in self.rank_state.leaves.values() for _, leaf in iter_tensors(own)}
+        return {id(leaf) for _, leaf in iter_tensors(self.rank_state.values)}
 
     def placed_leaves(self) -> Iterator[tuple[str, Leaf, Placed]]:
         """Yield the leaves that are loaded into DTensors, with their places on meshes."""

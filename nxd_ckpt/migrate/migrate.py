@@ -40,7 +40,7 @@ from nxd_ckpt.reshard.whole_tag import WholeTag
 from nxd_ckpt.storage.urls import StrPath, join
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
+from nxd_ckpt.tag.per_rank import refuse_per_rank
 from nxd_ckpt.tag.recognise import Program
 
 

@@ -47,6 +47,7 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.layouts.dcp_metadata import dump_metadata
+from nxd_ckpt.layouts.own_state import Gone
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replica_check import lines_of, names_that_differ, refuse_lines, warn_of_own
 from nxd_ckpt.saving.replicas import Own
@@ -249,8 +250,8 @@ class Ballot:
             chunks=writer.chunks() if self._rank > 0 else (),
             duplicated=writer.duplicated_nbytes,
             claims=claims,
-            per_rank=() if plan.replicas is None else tuple({*plan.replicas.per_rank, *self._own.names}),
-            lost=tuple(dict.fromkeys(self._own.lost)),
+            per_rank=() if plan.replicas is None else tuple({*plan.replicas.per_rank, *self._own.values}),
+            lost=tuple(self._own.names_of(Gone.LOST)),
             rank_content=plan.parts.rank_content,
         )
 

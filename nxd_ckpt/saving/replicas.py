@@ -26,6 +26,7 @@ from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
 from nxd_ckpt.formats.tensors import Path, TensorReference, children_of, form_of, iter_tensors, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
+from nxd_ckpt.layouts.own_state import Gone, OwnState, OwnValue
 from nxd_ckpt.live.dtensor import PLAIN
 from nxd_ckpt.live.state_names import Container, groups_of, is_below, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile, Wave
@@ -148,37 +149,15 @@ class Values:
         return crc32(repr(sorted(self.digests.items())).encode())
 
 
-@dataclass(frozen=True)
-class Own:
-    """Content of a rank's own: ``leaves`` by name, those that are ``absent`` here, and those that were ``lost``.
-
-    ``paths`` are those of the leaves, ``meshes`` the placements of DTensors. ``parameters`` are those of an optimizer
-    that is all this rank's own.
-    """
-
-    leaves: dict[str, Any] = field(default_factory=dict)
-    paths: dict[str, list[Any]] = field(default_factory=dict)
-    meshes: dict[str, str] = field(default_factory=dict)
-    absent: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.leaves or self.absent or self.lost)
-
-    @property
-    def names(self) -> list[str]:
-        return sorted({*self.leaves, *self.absent, *self.lost})
+class Own(OwnState):
+    """State that this rank saves for itself."""
 
     def keep(self, copy: Replica, tensor: torch.Tensor | None, paths: Mapping[str, Sequence[Path]]) -> None:
         """Keep a tensor; None if it is gone. ``paths`` has those of the tensors of each part."""
         if tensor is None:
-            self.lost.append(copy.name)
-            return
-        self.leaves[copy.name] = tensor
-        self.paths[copy.name] = list(paths[copy.part][copy.number])
-        if copy.mesh is not None:
-            self.meshes[copy.name] = copy.mesh
+            self.values[copy.name] = OwnValue(Gone.LOST)
+        else:
+            self.values[copy.name] = OwnValue(tensor, paths[copy.part][copy.number], copy.mesh)
 
     def keep_values(
         self, values: Values, names: Iterable[str], own_value: Callable[[Any], Any] = lambda tensor: tensor
@@ -201,7 +180,7 @@ class Own:
                 )
             if name not in values.by_name:
                 kept.add(name)
-                self.absent.append(name)
+                self.values[name] = OwnValue(Gone.ABSENT)
                 continue
             path, value = values.by_name[name]
             if isinstance(value, Container) and not values.is_plain(value):
@@ -213,19 +192,19 @@ class Own:
                         f"{values.writes}: build it alike on all ranks"
                     )
             kept.add(name)
-            self.leaves[name] = values.kept(value.tree, own_value) if isinstance(value, Container) else value
-            self.paths[name] = list(path)
+            own = values.kept(value.tree, own_value) if isinstance(value, Container) else value
+            self.values[name] = OwnValue(own, path)
             if name == OPTIMIZER:
                 self.parameters.extend(values.parameters or ())
 
     def file(self, rank: int, number: int) -> PlannedFile:
         """Return the file to write; ``number`` is that of names.rank_state_file."""
-        image = image_of(vars(self), stride_of=stride_in_content, records=True)
+        image = image_of(self.content(), stride_of=stride_in_content, records=True)
         storage_of = {id(tensor): number for number, tensor in enumerate(image.tensors)}
         tensors = [
-            NamedTensor(f"{names.RANK_STATE_DIR}/{name}", storage_of[id(leaf)], *form_of(leaf), None)
-            for name, leaf in self.leaves.items()
-            if isinstance(leaf, torch.Tensor)
+            NamedTensor(f"{names.RANK_STATE_DIR}/{name}", storage_of[id(own.value)], *form_of(own.value), None)
+            for name, own in self.values.items()
+            if isinstance(own.value, torch.Tensor)
         ]
         return PlannedFile(names.rank_state_file(rank, number), image, tuple(tensors))
 
@@ -263,16 +242,13 @@ class Replicas:
     @cached_property
     def own(self) -> Own:
         """The content that was known before this save to be this rank's own."""
-        own = Own()
-        for name, (path, value) in self.of_rank.items():
-            own.leaves[name] = value
-            own.paths[name] = list(path)
+        own = Own({name: OwnValue(value, path) for name, (path, value) in self.of_rank.items()})
         for values in self.values if self.known else ():
             if values.writes != self.rank:
                 others = self.known.difference(self._names, self.of_rank)
                 names = [name for name in others if is_in(values.part, name)]
                 own.keep_values(values, sorted(names))
-        apart = {*own.leaves, *own.absent}
+        apart = {*own.values}
         for copy in self.copies if self.known else ():
             if copy.name in self.known and copy.writes != self.rank and not copy.is_kept(apart):
                 own.keep(copy, self.tensors[copy.part][copy.number], self._paths)
@@ -411,7 +387,7 @@ class Replicas:
             copy = copy_of[id(tensor)]
             value = self._as_saved(copy)
             if value is None:
-                own.lost.append(copy.name)
+                own.values[copy.name] = OwnValue(Gone.LOST)
             return value
 
         for values in self.values:
@@ -421,7 +397,7 @@ class Replicas:
                 differing = (name for name in {**here, **others} if here.get(name) != others.get(name))
                 names = [name for name in differing if name not in self._names]  # those are tensors here
                 own.keep_values(values, names, own_value)
-        apart = {*own.leaves, *own.absent}
+        apart = {*own.values}
         how = WHOLE if self.whole else SAMPLES
         for copy in self.compared:
             key = copy.claim(how)
@@ -431,7 +407,7 @@ class Replicas:
         for key, others in theirs.items():
             for name in others if not Claim.of(key).what.endswith(VALUES) else ():
                 if not (name in self._names or name in self.of_rank or is_below(name, apart)):
-                    own.absent.append(name)
+                    own.values[name] = OwnValue(Gone.ABSENT)
         return own
 
     @cached_property

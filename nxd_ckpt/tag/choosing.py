@@ -44,7 +44,8 @@ from nxd_ckpt.tag.directory import (
     is_whole_without_marks,
     list_tags,
 )
-from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.recognise import Program, open_as, recognise
 from nxd_ckpt.tag.verification import verify_file
 

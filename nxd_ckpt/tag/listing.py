@@ -42,7 +42,8 @@ from nxd_ckpt.tag.directory import (
     is_tag,
 )
 from nxd_ckpt.tag.identity import Identity, manifest_of, of_latest
-from nxd_ckpt.tag.opened import OpenTag, open_complete_tag
+from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.verify import files_of
 

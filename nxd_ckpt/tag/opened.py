@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from nxd_ckpt.core.manifest import FileEntry, Manifest, Parts, RankIndex, load_i
 from nxd_ckpt.core.name_patterns import OPTIMIZER
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.core.topology import Coordinates, Topology
-from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -24,20 +23,20 @@ from nxd_ckpt.errors import (
     MalformedFile,
     PartLost,
     PartNotFound,
-    TagReplaced,
 )
 from nxd_ckpt.formats import crc32
 from nxd_ckpt.formats.strides import stored_stride
 from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
-from nxd_ckpt.layouts.files import MissingTensor, TagFiles, TreeCache
+from nxd_ckpt.layouts.files import MissingTensor, TreeCache
 from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
-from nxd_ckpt.layouts.nxd_tag import TagLayout, layout_of
-from nxd_ckpt.layouts.payload import checked_optimizer, checked_rank_state
+from nxd_ckpt.layouts.nxd_tag import TagLayout
+from nxd_ckpt.layouts.own_state import OwnState
+from nxd_ckpt.layouts.payload import checked_optimizer
 from nxd_ckpt.storage.base import Storage
-from nxd_ckpt.tag.identity import Identity, is_written_over, manifest_of, recorded_order_time
+from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
+from nxd_ckpt.tag.per_rank import with_own
 from nxd_ckpt.tag.range_reader import in_parallel
-from nxd_ckpt.tag.rank_states import with_own
 from nxd_ckpt.tag.verification import (
     Entries,
     WrittenFiles,
@@ -94,7 +93,7 @@ class OpenTag:
         self._layout = layout
         self._indexes: dict[Coordinates, RankIndex] = {}
         self._verified: set[str] = set()
-        self._rank_states: dict[int, list[dict[str, Any]]] = {}
+        self._rank_states: dict[int, OwnState] = {}
         self.entries: Entries = layout.files.entries
         self._trees = TreeCache()
         self._changed: dict[tuple[str, int], DigestMismatch] = {}
@@ -172,9 +171,8 @@ class OpenTag:
 
         It is cached for a while, like `optimizer_tree`: nobody may change it.
         """
-        states = self._own_states()
         key = "model", self.topology.writer_of(at)
-        return self._trees.get(key, lambda: with_own(self._model_tree(at), states))
+        return self._trees.get(key, lambda: with_own(self._model_tree(at), self._own_state))
 
     def _model_tree(self, at: Coordinates) -> dict[str, Any]:
         if self.mesh is not None:
@@ -233,20 +231,21 @@ class OpenTag:
 
     def _optimizer_tree(self, at: Coordinates, param_names: Sequence[str] | None) -> dict[str, Any]:
         kind = self.parts.optimizer
-        for state in self._own_states(OPTIMIZER):
-            tree = checked_optimizer(state["leaves"][OPTIMIZER], self.where)
+        own = self._own_state.values.get(OPTIMIZER)
+        if own is not None:
+            tree = checked_optimizer(own.value, self.where)
             return tree if self.mesh is None or self.rank is None else self.mesh.with_shards(tree, self.rank)
         if self.mesh is not None:
             return self.mesh.optimizer()
         if kind == "zero1_dcp" and self.manifest is not None:
             return self._dcp_tree(at)
-        own = kind == "zero1"
+        is_cut = kind == "zero1"
         file = ""
         if kind in ("plain", "zero1", "zero1_full"):
             file = names.optimizer_file(self.topology, at, kind)
-            self._verify_state(file, at if own else self.topology.writer_of(at))
+            self._verify_state(file, at if is_cut else self.topology.writer_of(at))
         read = partial(self._layout.optimizer_tree, at, param_names)
-        indexes = map(self.index, [at]) if own else self._shared_indexes(at)
+        indexes = map(self.index, [at]) if is_cut else self._shared_indexes(at)
         tree = self._verified_tree(file, read, WrittenFiles(names.OPTIMIZER_DIR, indexes))
         if not self._layout.files.is_of_index(file):
             refuse_missing(self.where, tree)
@@ -295,8 +294,8 @@ class OpenTag:
         """Return the parameter behind each index of the optimizer's state, or None if the tag does not record it."""
         if self.manifest is None:
             return self._layout.optimizer_names(at)
-        for state in self._own_states(OPTIMIZER):
-            return state["parameters"] or None
+        if OPTIMIZER in self._own_state.values:
+            return self._own_state.parameters or None
         if self.mesh is not None:
             return self.mesh.optimizer_names()
         recorded = self.index(replace(self.topology.writer_of(at), tp_rank=0)).optimizer_names
@@ -337,24 +336,25 @@ class OpenTag:
         """Names under which groups of a mesh job saved different things; none if a rank takes its own group's."""
         return () if self.mesh is None else self.mesh.differing
 
-    def rank_state(self, rank: int) -> list[dict[str, Any]]:
-        """Return what the global ``rank`` saved for itself, a saving.replicas.Own, with TensorStubs for tensors."""
+    def rank_state(self, rank: int) -> OwnState:
+        """Return what the global ``rank`` saved for itself, with TensorStubs for tensors."""
         if rank not in self._rank_states:  # the trees have the same tensors
             at = self.topology.coordinates_of(rank)
             index = self.index(at)
             files = [file for file in index.files if file.startswith(f"{names.RANK_STATE_DIR}/")]
-            states = self._rank_states[rank] = []
+            state = OwnState()
             for file in files:
                 with self._parsing(file, at):
-                    states.append(checked_rank_state(self._layout.files.tree(file), f"{self.where}/{file}"))
+                    state.add(self._layout.files.tree(file), f"{self.where}/{file}")
+            self._rank_states[rank] = state
             self.entries |= {(entry.file, entry.offset): entry for entry in index.tensors if entry.file in files}
         return self._rank_states[rank]
 
-    def _own_states(self, name: str = "") -> list[dict[str, Any]]:
-        """Return what the rank that loads saved for itself; with ``name``, those states that have it."""
-        if self.rank is None or self.manifest is None or not self.manifest.per_rank:
-            return []
-        return [own for own in OpenTag.rank_state(self, self.rank) if not name or name in own["leaves"]]
+    @property
+    def _own_state(self) -> OwnState:
+        """What the rank that loads saved for itself, by the names in the tag."""
+        has_own = self.manifest is not None and bool(self.manifest.per_rank)
+        return OwnState() if self.rank is None or not has_own else OpenTag.rank_state(self, self.rank)
 
     def index(self, at: Coordinates) -> RankIndex:
         """Return the index of the rank at these coordinates, verified against the manifest. Only for our tags."""
@@ -521,80 +521,3 @@ class OpenTag:
 
 
 _SMALL = 4 * 2**20
-
-
-def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
-    """Open a tag that `nxd_ckpt.tag.choosing` chose.
-
-    Raises:
-        CorruptCheckpoint: its manifest is damaged, or only one of manifest and index exists.
-        TagReplaced: it was removed since it was chosen, perhaps to be saved again.
-    """
-    identity = Identity(storage, tag)
-    with identity.guarded():
-        identity.must_be(identity.fingerprint)
-        files = TagFiles(storage, tag, trust_pickle=trust_pickle)
-        with suppress(FileNotFoundError, MalformedFile):  # which the look at all of the tag explains
-            if identity.names_attempt and identity.is_of(manifest := manifest_of(storage, tag)):
-                opened = OpenTag(storage, tag, layout_of(files, manifest), manifest, identity)
-                opened.is_one_save = True
-                return opened
-        opened = _open(storage, tag, identity, files)
-        identity.require()  # else its manifest may be that of the next save
-        return opened
-
-
-def _open(storage: Storage, tag: str, identity: Identity, files: TagFiles) -> OpenTag:
-    where = f"{storage.url}/{tag}"
-    listed = files.names().keys()
-    if tag and not storage.renames and _is_in_flux(listed):
-        # File systems rename whole tags. In a store, one that is being emptied or written must not look foreign.
-        raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
-    manifest = None
-    if names.MANIFEST in listed:
-        try:
-            manifest = manifest_of(storage, tag)
-        except FileNotFoundError as error:
-            raise TagReplaced(f"{where} was removed, or is being replaced, while it was read") from error
-        if is_written_over(storage, tag, manifest):
-            logger.warning(
-                "%s/%s: its %r marker is not that of its manifest: another program saved over it. Reading it as a "
-                "plain neuronx_distributed checkpoint, without its index",
-                storage.url,
-                tag,
-                names.DONE,
-            )
-            manifest = None
-        elif names.INDEX_DIR not in listed:
-            raise _part_lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
-    elif tag and names.INDEX_DIR in listed:
-        raise _part_lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
-    elif names.DONE in listed and recorded_order_time(storage, tag) is not None:
-        logger.warning(
-            "%s has neither %s nor %s/, but nxd_ckpt wrote its %r marker: the tag lost them. It is read as a plain "
-            "neuronx_distributed checkpoint: whether all its files exist, and belong to one save, is unknown. Restore "
-            "the tag from a copy, or load another one",
-            where,
-            names.MANIFEST,
-            names.INDEX_DIR,
-            names.DONE,
-        )
-    return OpenTag(storage, tag, layout_of(files, manifest), manifest, identity)
-
-
-def _part_lost(where: str, left: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"{where} is missing, but {left} exists: the tag lost files, and the others cannot be verified. Restore it "
-        f"from a copy. To read it as a plain neuronx_distributed checkpoint, with only the digests inside its files, "
-        f"remove {left} too"
-    )
-
-
-def _is_in_flux(listed: Set[str]) -> bool:
-    """Return whether a tag in a store is being emptied or written.
-
-    ``done``, the first removed and last written, is gone.
-
-    Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
-    """
-    return names.DONE not in listed and (not listed or bool(listed & {names.MARKER, names.INDEX_DIR, names.MANIFEST}))

@@ -46,7 +46,7 @@ from nxd_ckpt.storage.urls import StorageOptions, StrPath
 from nxd_ckpt.tag.choosing import find_by_path
 from nxd_ckpt.tag.identity import require_one_save
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.rank_states import refuse_per_rank
+from nxd_ckpt.tag.per_rank import refuse_per_rank
 from nxd_ckpt.tag.reading import LeafReader
 from nxd_ckpt.tag.recognise import Program
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.layouts.own_state import Gone, OwnValue
 from nxd_ckpt.loading.rank_state import RankState
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
@@ -75,13 +76,17 @@ def test_keys_that_look_alike_are_told_apart(gloo_ranks: RankPool, tmp_path: Pat
 
 def test_tags_of_before_have_keys_as_they_are_in_names() -> None:
     """A tensor of a rank's own has no path there, nor what it lacks; they came back as rank 0's."""
-    own = {"scheduler/objects/s/loss/train": _full(1), "scheduler/objects/s/2": _full(2), "scheduler/objects/s/n/1": 3}
-    state = RankState(leaves=own, paths={"scheduler/objects/s/n/1": ["objects", "s", "n/1"]})
+    own = {
+        "scheduler/objects/s/loss/train": OwnValue(_full(1)),
+        "scheduler/objects/s/2": OwnValue(_full(2)),
+        "scheduler/objects/s/n/1": OwnValue(3, ("objects", "s", "n/1")),
+    }
+    state = RankState(values=own)
     saved = {"objects": {"s": {"loss/train": _full(0), "2": _full(0), "n/1": 0}}}
     expected = {"objects": {"s": {"loss/train": _full(1), "2": _full(2), "n/1": 3}}}
     assert repr(expected) == repr(state.put_into("scheduler", saved, None))
     groups = {"param_groups": [{"params": [0], "warm/up": 1, "lr": 0.1}]}
-    state = RankState(absent=["optim/param_groups/0/warm/up"])
+    state = RankState(values={"optim/param_groups/0/warm/up": OwnValue(Gone.ABSENT)})
     assert {"param_groups": [{"params": [0], "lr": 0.1}]} == state.put_into("optimizer", groups, ["w"])
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from nxd_ckpt import Checkpointer, Topology, list_checkpoints, load_keys, open_checkpoint
 from nxd_ckpt.core.votes import SAMPLES, WHOLE
 from nxd_ckpt.errors import CheckpointError, IncompatibleState
+from nxd_ckpt.layouts.own_state import Gone
 from nxd_ckpt.saving.replicas import Replica, Replicas, Values
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.logged import logged
@@ -420,7 +421,7 @@ def test_the_writers_thread_asks_no_live_tensor(whole: bool) -> None:
     replicas.look([], [], [])
     assert replicas.summary(lambda place: [1])
     theirs = {other.claim(WHOLE if whole else SAMPLES): {"model/other": 7}}
-    assert ["model/other"] == replicas.differing(theirs).lost
+    assert ["model/other"] == replicas.differing(theirs).names_of(Gone.LOST)
 
 
 class _OfDeviceInside(torch.Tensor):
@@ -445,5 +446,5 @@ def test_the_writers_thread_asks_no_tensor_in_a_list(is_known: bool) -> None:
     replicas = Replicas(0, copies, compared, {"scheduler": averages}, [values], own_names, True)
     assert values.digest != Values("scheduler", 1, tree, None, own_names).digest
     own = replicas.differing({values.claim: {}})
-    assert [None, None] == own.leaves["scheduler"]["averages"]
-    assert [copy.name for copy in copies] == own.lost  # each once
+    assert [None, None] == own.values["scheduler"].value["averages"]
+    assert [copy.name for copy in copies] == own.names_of(Gone.LOST)  # each once

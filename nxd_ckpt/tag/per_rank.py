@@ -1,43 +1,43 @@
-"""State that ranks saved for themselves, because it differed between them; see saving.replicas.Own."""
+"""Tags in which ranks saved state for themselves, because it differed between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.core.name_patterns import OPTIMIZER, lineage
 from nxd_ckpt.core.suggestions import first_of
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.tensors import iter_tensors
+from nxd_ckpt.layouts.own_state import Gone, OwnState
 
 if TYPE_CHECKING:
     from nxd_ckpt.tag.opened import OpenTag
     from nxd_ckpt.tag.reading import Leaf
 
 
-def with_own(tree: dict[str, Any], states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def with_own(tree: dict[str, Any], state: OwnState) -> dict[str, Any]:
     """Return a model's ``tree``, which another rank wrote for all, with what a rank had in place of its entries.
 
-    DTensors, of which the ``states`` have parts, and entries of extra state are not among it.
+    DTensors, of which the ``state`` has parts, and entries of extra state are not among it.
     """
     whole = dict(tree)
-    for own in states:
-        leaves = own["leaves"]
-        for name, path in own["paths"].items():
-            if name.startswith("model/") and len(path) == 1 and name in leaves and name not in own["meshes"]:
-                whole[path[0]] = leaves[name]
-        for name in own["absent"]:
-            if name.startswith("model/"):
-                whole.pop(name.removeprefix("model/"), None)
-    return whole if states else tree
+    for name, own in state.values.items():
+        if not name.startswith("model/"):
+            continue
+        if own.value is Gone.ABSENT:
+            whole.pop(name.removeprefix("model/"), None)
+        elif own.path is not None and len(own.path) == 1 and own.mesh is None:
+            whole[own.path[0]] = own.value
+    return whole
 
 
 def own_tensors(opened: OpenTag, rank: int) -> Iterator[tuple[str, Leaf]]:
     """Yield the tensors that the global ``rank`` saved for itself, by their global names."""
-    for own in opened.rank_state(rank) if opened.per_rank else ():
-        for (name, *path), leaf in iter_tensors(own["leaves"]):
-            entry = entry_name(path, own["parameters"]) if name == OPTIMIZER else "/".join(map(str, path))
-            yield f"{name}/{entry}" if path else name, leaf
+    own = opened.rank_state(rank) if opened.per_rank else OwnState()
+    for (name, _, *path), leaf in iter_tensors(own.values):
+        entry = entry_name(path, own.parameters) if name == OPTIMIZER else "/".join(map(str, path))
+        yield f"{name}/{entry}" if path else name, leaf
 
 
 def entry_name(path: Sequence[Any], parameters: Sequence[str] | None) -> str:
