@@ -82,14 +82,19 @@ def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObj
             f"state[{plain[0]!r}] is a {type(state[plain[0]]).__name__}, expected an object with state_dict(): pass "
             "plain data and tensors as user_content=, each rank's own as rank_content="
         )
-    named = by_name(dict(state), "state") or {}
-    models = {name: one for name, one in named.items() if is_model(one)}
-    optimizers = {name: one for name, one in named.items() if name not in models and is_optimizer(one)}
-    on_mesh = {
-        name: ObjectOnMesh(one)
-        for name, one in named.items()
-        if name not in models and name not in optimizers and is_placed(one)
-    }
+    models: dict[str, Any] = {}
+    optimizers: dict[str, Any] = {}
+    on_mesh: dict[str, Any] = {}
+    others = NamedObjects()
+    for name, one in (by_name(dict(state), "state") or {}).items():
+        if is_model(one):
+            models[name] = one
+        elif is_optimizer(one):
+            optimizers[name] = one
+        elif is_placed(one):
+            on_mesh[name] = ObjectOnMesh(one)
+        else:
+            others[name] = one
     if on_mesh and objects.optimizer is not None and not optimizers:
         several = by_name(objects.optimizer, "optimizer")
         optimizers = {"optimizer": objects.optimizer} if several is None else dict(several)
@@ -97,7 +102,6 @@ def with_state(objects: LiveObjects, state: Mapping[str, Any] | None) -> LiveObj
     if on_mesh.keys() & optimizers.keys():
         raise InvalidArgument(f"optimizer= and state= both have {', '.join(map(repr, on_mesh.keys() & optimizers))}")
     optimizers |= on_mesh
-    others = NamedObjects({name: one for name, one in named.items() if name not in models and name not in optimizers})
     for name, one in others.items():
         if not callable(getattr(one, "load_state_dict", None)):
             raise InvalidArgument(

@@ -260,10 +260,7 @@ def _groups(
 
 def _remove(left: dict[str, Any], path: Path) -> None:
     section, index, *entry = path
-    if not entry:
-        del left[section][index]
-        return
-    rest = {key: value for key, value in left[section][index].items() if key != entry[0]}
+    rest = {key: value for key, value in left[section][index].items() if key not in entry} if entry else {}
     if rest:
         left[section][index] = rest
     else:

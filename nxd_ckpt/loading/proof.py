@@ -43,7 +43,7 @@ from nxd_ckpt.live.named import NamedObjects, state_of
 from nxd_ckpt.live.named_models import open_model
 from nxd_ckpt.live.optimizer_state import OptimizerAdapter, Slot
 from nxd_ckpt.live.plain import name_of_rows
-from nxd_ckpt.live.state_names import SECTIONS, entries_beside, is_in, parameter_sections, state_entries
+from nxd_ckpt.live.state_names import SECTIONS, entries_beside, is_below, is_in, parameter_sections, state_entries
 from nxd_ckpt.live.torch_xla import is_xla
 from nxd_ckpt.loading.comparison import Comparison, Digests, digest_at_once, is_at_once, is_dense, recorded_digest
 from nxd_ckpt.loading.load_context import LoadContext, live_optimizer
@@ -382,7 +382,7 @@ class Proof(Comparison):
                 self.find("moments", name, "the live optimizer has it, and the tag does not", by_user)
         if not is_dict:
             for name in provenance.unread([name for name in names if not name.startswith("#")], read):
-                if not (self._context.filter.ignores(name) or self._trees.rank_state.replaces(name)):
+                if not (self._context.filter.ignores(name) or is_below(name, self._trees.rank_state.values)):
                     self.find("moments", name, "the tag has it, and it was not loaded", by_user)
 
     def _other_kind(self, leaf: Leaf, about: StateTensor) -> str | None:

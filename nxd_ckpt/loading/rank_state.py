@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,40 +32,42 @@ class RankState:
     values: Mapping[str, OwnValue] = field(default_factory=dict)
     on: Set[Mesh] = frozenset()
 
-    def replaces(self, name: str) -> bool:
-        """Return whether this rank has something else, or nothing, in place of what has this name in the tag."""
-        return is_below(name, self.values)
-
     def regrouped(self, order: Sequence[Sequence[int]]) -> RankState:
         """Return it for live param groups, of which ``order`` has each one's numbers in the tag; none of a new one.
 
         Raises IncompatibleState if groups become one that have other options on this rank.
         """
-        for name in self.values if any(len(numbers) > 1 for numbers in order) else ():
-            self._refuse_joined(name, order)
-        live = (in_group for name, own in self.values.items() for in_group in _in_groups(name, own, order))
-        return replace(self, values=dict(live))
+        values: dict[str, OwnValue] = {}
+        for name, own in self.values.items():
+            if not is_below(name, {PARAM_GROUPS}):
+                values[name] = own
+                continue
+            saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
+            for live, numbers in enumerate(order):
+                if saved in map(str, numbers):
+                    self._refuse_joined(name, option, live, numbers)
+                if saved in map(str, numbers[:1]):
+                    path = own.path and (*own.path[:1], live, *own.path[2:])
+                    values[f"{PARAM_GROUPS}/{live}/{option}"] = own._replace(path=path)
+        return replace(self, values=values)
 
-    def _refuse_joined(self, name: str, order: Sequence[Sequence[int]]) -> None:
-        saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
-        for number, numbers in enumerate(order):
-            own = (self.values.get(f"{PARAM_GROUPS}/{each}/{option}", OwnValue(Gone.ABSENT)) for each in numbers)
-            values = [repr(each.value) for each in own]
-            if saved in map(str, numbers) and len({*values}) > 1:
-                raise IncompatibleState(
-                    f"{self.where}: {name} differed between the ranks that saved it, and the live param group {number} "
-                    f"holds parameters of groups {first_of(list(map(str, numbers)))}, which had other values on this "
-                    f"rank. Build the groups as at the save, or keep the live options: {how_to_leave_out([name])}"
-                )
+    def _refuse_joined(self, name: str, option: str, live: int, numbers: Sequence[int]) -> None:
+        absent = OwnValue(Gone.ABSENT)
+        own = (self.values.get(f"{PARAM_GROUPS}/{number}/{option}", absent) for number in numbers)
+        if len({repr(each.value) for each in own}) > 1:
+            raise IncompatibleState(
+                f"{self.where}: {name} differed between the ranks that saved it, and the live param group {live} "
+                f"holds parameters of groups {first_of(list(map(str, numbers)))}, which had other values on this "
+                f"rank. Build the groups as at the save, or keep the live options: {how_to_leave_out([name])}"
+            )
 
     def refuse_others(self, live: Set[Mesh]) -> None:
         """Raise IncompatibleState if they were not saved on these meshes of a job."""
-        names = [*self.values]
-        if names and not live <= self.on:
+        if not live <= self.on:
             raise IncompatibleState(
-                f"{self.where}: {first_of(names)} differed between the ranks that saved it on {_described(self.on)}, "
-                f"and each rank's own was saved; this job is on {_described(live)}, and nothing tells whose it takes. "
-                f"{how_to_leave_out(sorted(names))}"
+                f"{self.where}: {first_of([*self.values])} differed between the ranks that saved it on "
+                f"{_described(self.on)}, and each rank's own was saved; this job is on {_described(live)}, and nothing "
+                f"tells whose it takes. {how_to_leave_out(sorted(self.values))}"
             )
 
     def put_into(
@@ -78,8 +80,11 @@ class RankState:
         Raises IncompatibleState for a tensor of another form, or on another mesh.
         """
         # All of an optimizer is in the tree already, which is filtered.
-        of_part = {name: own for name, own in self.values.items() if is_in(part, name) and name != OPTIMIZER}
-        taken = {name: own for name, own in of_part.items() if placed is not None or own.mesh is None}
+        taken = {
+            name: own
+            for name, own in self.values.items()
+            if is_in(part, name) and name != OPTIMIZER and (placed is not None or own.mesh is None)
+        }
         if not taken:
             return tree
         text = key_text if part == "scheduler" else str
@@ -109,18 +114,6 @@ class RankState:
                 f"as {form_of(own.value)}; the live one is {form_of(leaf)}, or lies on another mesh. "
                 f"{how_to_leave_out([name])}"
             )
-
-
-def _in_groups(name: str, own: OwnValue, order: Sequence[Sequence[int]]) -> Iterator[tuple[str, OwnValue]]:
-    """Yield an option of a saved param group as those that it is in live ones, by name; anything else as it is."""
-    if not is_below(name, {PARAM_GROUPS}):
-        yield name, own
-        return
-    saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
-    for live, numbers in enumerate(order):
-        if saved in map(str, numbers[:1]):
-            path = own.path and (*own.path[:1], live, *own.path[2:])
-            yield f"{PARAM_GROUPS}/{live}/{option}", own._replace(path=path)
 
 
 def _live_path(name: str, path: Path, index_of: Mapping[str, int]) -> Path:

@@ -187,9 +187,7 @@ def local_tree(tree: dict[Any, Any], placed: Mapping[Path, Placed]) -> dict[Any,
     if not placed:
         return tree
     by_leaf = {id(leaf): placed[path] for path, leaf in iter_tensors(tree) if path in placed}
-    cut: dict[Any, Any] = map_tensors(tree, lambda leaf: _cut(leaf, by_leaf.get(id(leaf))))
+    cut: dict[Any, Any] = map_tensors(
+        tree, lambda leaf: local_part(leaf, by_leaf[id(leaf)]) if id(leaf) in by_leaf else leaf
+    )
     return cut
-
-
-def _cut(leaf: Leaf, placed: Placed | None) -> Leaf:
-    return leaf if placed is None else local_part(leaf, placed)

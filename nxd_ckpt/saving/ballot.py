@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
@@ -262,7 +262,7 @@ class Ballot:
         try:
             gone = partial(session.is_gone, 0)
             verdict = self._votes.await_verdict(self._tag, self._files.patience, gone, self._answer)
-            self._know(verdict.per_rank)
+            self._known.update(verdict.per_rank)
             if verdict.error is not None and not self._has_answered:
                 with suppress(OSError):  # rank 0 may have appealed meanwhile, and would wait for an answer
                     if self._votes.is_appealed():
@@ -309,7 +309,7 @@ class Ballot:
                 raise SaveFailed("rank 0 staged nothing")
             votes = list(self._after_appeal(votes))
             per_rank = tuple(sorted({name for vote in votes for name in vote.per_rank}))
-            self._know(per_rank)
+            self._known.update(per_rank)
             has_content = any(vote.rank_content for vote in votes)
             parts = replace(self._attempt.plan.parts, rank_content=has_content)
             request = self._request(replace(self._attempt.plan, parts=parts), voted, per_rank)
@@ -319,7 +319,7 @@ class Ballot:
             return Verdict(per_rank=per_rank), sum(vote.nbytes for vote in votes)
         except (SaveFailed, OutcomeUnknown) as failure:
             is_saved = isinstance(failure, OutcomeUnknown) and self._is_there_for_good()
-            return Verdict() if is_saved else Verdict(to_wire(failure), per_rank=self._known), 0
+            return Verdict() if is_saved else Verdict(to_wire(failure), per_rank=tuple(sorted(self._known))), 0
         except Exception as failure:
             why = f"rank 0 could not commit it: {in_words(to_wire(failure))}"
             return Verdict(to_wire(failure_of(failure)(why))), 0
@@ -337,53 +337,48 @@ class Ballot:
         own = self._answer(keys)
         raise_error_of(own)
         votes = [own, *self._collect(ANSWER)]
-        replicas = self._attempt.plan.replicas if self._attempt.plan is not None else None
-        known = set() if replicas is None else set(replicas.known)
         for vote in votes:
-            new = sorted({*vote.per_rank} - known)
+            new = sorted({*vote.per_rank} - self._known)
             if new:
-                claims = [Claim.of(key) for key in keys if key in vote.claims]
-                others = [one.writes for one in claims if votes[one.writes].claims.get(one.key) != vote.claims[one.key]]
-                warn_of_own(((others or [vote.rank])[0], vote.rank), new)
+                writers = [(key, votes[Claim.of(key).writes]) for key in keys if key in vote.claims]
+                others = [writer.rank for key, writer in writers if writer.claims.get(key) != vote.claims[key]]
+                warn_of_own(([*others, vote.rank][0], vote.rank), new)
                 break
-        self._know(name for vote in votes for name in vote.per_rank)
         return votes
 
     def _refuse_other_forms(self, votes: Sequence[Vote]) -> None:
         """Raise RanksDisagree with the tensor, on rank 0, if two ranks that share the writing do not hold the same."""
-        session = self._session
         plan = self._attempt.plan
         groups = None if plan is None else plan.groups
         replicas = [vote.replica for vote in votes]
-        pair = unlike(replicas, session.topology, leaders_of(groups))
+        pair = unlike(replicas, self._session.topology, leaders_of(groups))
         if pair is None or plan is None or None in replicas:
             return
         keys = {rank: Claim(rank, FORMS, WHOLE).key for rank in pair}
         self._votes.appeal([*keys.values()])
         forms = {keys[0]: lines_of(plan)} if 0 in pair else {}
         for rank in filter(None, pair):
-            forms |= self._votes.digests_of(rank, session.timeout, partial(session.is_gone, rank))
+            forms |= self._digests_of(rank)
         if len(forms) < len(pair):
             self._collect(ANSWER)  # with the error of the rank that could not tell
-        lines = [(rank, forms[key]) for rank, key in keys.items()]
-        self._know(names_that_differ(lines))
+        lines = {rank: forms[key] for rank, key in keys.items()}
+        self._known.update(names_that_differ(lines))
         refuse_lines(lines, on_mesh=groups is not None)
 
     @property
-    def _known(self) -> tuple[str, ...]:
-        plan = self._attempt.plan
-        return () if plan is None or plan.replicas is None else tuple(sorted(plan.replicas.known))
+    def _known(self) -> set[str]:
+        """Names of what ranks save for themselves: the job's set, to which more are added."""
+        replicas = None if self._attempt.plan is None else self._attempt.plan.replicas
+        return set() if replicas is None else replicas.known
 
-    def _know(self, per_rank: Iterable[str]) -> None:
-        plan = self._attempt.plan
-        if plan is not None and plan.replicas is not None:
-            plan.replicas.known.update(per_rank)
+    def _digests_of(self, rank: int) -> Any:
+        session = self._session
+        return self._votes.digests_of(rank, session.timeout, partial(session.is_gone, rank))
 
     def _answer(self, keys: Sequence[str]) -> Vote:
         """Answer an appeal: tell what this rank wrote for others, save what it has for itself, and vote again."""
         attempt = self._attempt
-        session = self._session
-        plan = self._attempt.plan
+        plan = attempt.plan
         writer = self._files.writer
         index: FileEntry | None = None
         self._has_answered = True
@@ -398,7 +393,7 @@ class Ballot:
                     self._votes.publish_digests(self._rank, published)
                 theirs: dict[str, Any] = {}
                 for rank in replicas.disputed(keys):
-                    theirs |= self._votes.digests_of(rank, session.timeout, partial(session.is_gone, rank))
+                    theirs |= self._digests_of(rank)
                 self._own = replicas.differing(theirs)
                 index = self._write_own()
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -171,7 +171,11 @@ def _with_own_apart(state: SaveState) -> SaveState:
         return state
     saved = optimizer.tree["state"]
     own = {path: saved[path[1]][path[2]] for path in optimizer.of_rank if path[2] in saved.get(path[1], {})}
-    emptied = [("state", index) for index, entries in saved.items() if entries and _are_all(own, index, entries)]
+    emptied = [
+        ("state", index)
+        for index, entries in saved.items()
+        if entries and isinstance(entries, dict) and all(("state", index, entry) in own for entry in entries)
+    ]
     rest = replace(
         optimizer,
         tree=replaced(optimizer.tree, {}, [*own, *emptied]),
@@ -180,10 +184,6 @@ def _with_own_apart(state: SaveState) -> SaveState:
     names = state.optimizer_names
     named = {leaf_name("optimizer", path, names, key_text): (path, value) for path, value in own.items()}
     return replace(state, optimizer=rest, own=named)
-
-
-def _are_all(own: Collection[Path], index: Any, entries: Any) -> bool:
-    return isinstance(entries, dict) and all(("state", index, entry) in own for entry in entries)
 
 
 def _without_ignored(

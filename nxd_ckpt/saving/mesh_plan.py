@@ -130,9 +130,11 @@ class MeshPlan:
                     yield Replica.of(part, number, name, tensor.leaf, writes, what, mesh=mesh)
 
     def _may_differ(self, tensor: LocalTensor) -> bool:
+        """Return whether other ranks of the mesh may hold another tensor: of an optimizer any plain one."""
         about = tensor.about
         form = about.name, form_of(tensor.leaf)[0], tensor.placed.shape
-        return may_differ(about) or (about.placed is None and self.agreed is not None and form not in self.agreed)
+        is_agreed = self.agreed is None or form in self.agreed
+        return about.placed is None and (is_in("optimizer", about.name) or not is_agreed)
 
     def _local_tensor(self, leaf: Any, about: StateTensor) -> LocalTensor:
         placed = about.placed
@@ -174,11 +176,6 @@ class MeshPlan:
                 "not known: save it with a Checkpointer of its own"
             )
         return layout
-
-
-def may_differ(about: StateTensor) -> bool:
-    """Return whether ranks of a mesh may hold other ones of such tensors: the plain ones of an optimizer."""
-    return about.placed is None and is_in("optimizer", about.name)
 
 
 def mesh_among(members: tuple[int, ...] | None, name: str, mesh: Mesh) -> Mesh:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nxd_ckpt.coordination.agreement import Agreement, decided_by_rank0, on_all
 from nxd_ckpt.core.mesh import (
+    Layout,
     Mesh,
     MeshGroup,
     MeshPlace,
@@ -32,8 +33,9 @@ from nxd_ckpt.formats.state import SaveState
 from nxd_ckpt.formats.tensors import form_of, iter_tensors
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.state_names import is_in
-from nxd_ckpt.saving.mesh_plan import may_differ, mesh_among
+from nxd_ckpt.saving.mesh_plan import mesh_among
 from nxd_ckpt.saving.plan import SavePlan
+from nxd_ckpt.saving.replicas import differing_names
 from nxd_ckpt.saving.save_planner import Planner
 
 _Lines = dict[str, list[Any]]
@@ -70,16 +72,15 @@ def differing_state(
         return set()
     lines = _with_parameters(summary.lines, summary.state.optimizer_names or ())
     gathered = agreement.gather(lines if agreement.rank in ask else None) or []
-    lines_of_ranks = [(rank, gathered[rank] or {}) for rank in ask] if gathered else []
-    return {*decided_by_rank0(agreement, lambda: _differing_state(lines_of_ranks, on_mesh=groups is not None))}
+    by_rank = {rank: gathered[rank] or {} for rank in ask if gathered}
+    return {*decided_by_rank0(agreement, lambda: _differing_state(by_rank, on_mesh=groups is not None))}
 
 
-def _differing_state(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> list[str]:
-    names = names_that_differ(lines_of_ranks)
+def _differing_state(lines: Mapping[int, _Lines], *, on_mesh: bool) -> list[str]:
+    names = names_that_differ(lines)
     if not names:
-        _refuse(lines_of_ranks, _MESH_ALIKE if on_mesh else REPLICAS_ALIKE)
-    (rank, _), (other_rank, _) = lines_of_ranks
-    warn_of_own((rank, other_rank), names)
+        _refuse(lines, _MESH_ALIKE if on_mesh else REPLICAS_ALIKE)
+    warn_of_own(lines, names)
     return sorted(names)
 
 
@@ -88,17 +89,13 @@ def _with_parameters(lines: _Lines, parameters: Iterable[str]) -> _Lines:
     return {**lines, **{f"optim/{name}": [] for name in parameters}}
 
 
-def _differing_names(lines_a: _Lines, lines_b: _Lines) -> list[str]:
-    return [name for name in {**lines_a, **lines_b} if lines_a.get(name) != lines_b.get(name)]
-
-
-def names_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
+def names_that_differ(by_rank: Mapping[int, _Lines]) -> set[str]:
     """Return names of what two replicas may save each for itself, as they hold other tensors; none if they cannot.
 
     These are tensors of the model, master weights, the state of parameters, or all of an optimizer. DTensors cannot.
     """
-    (_, lines_a), (_, lines_b) = lines_of_ranks
-    names = _differing_names(lines_a, lines_b)
+    lines_a, lines_b = by_rank.values()
+    names = differing_names(lines_a, lines_b)
     parameters = {name for name, line in lines_a.items() if line == [] == lines_b.get(name)}
     differing = set[str]()
     for name in names:
@@ -106,12 +103,12 @@ def names_that_differ(lines_of_ranks: Sequence[tuple[int, _Lines]]) -> set[str]:
             differing.add(name)
         else:
             differing.add(next((above for above in lineage(name) if above in parameters), OPTIMIZER))
-    placed = [line for lines in (lines_a, lines_b) for name in names if (line := lines.get(name)) and line[2]]
-    have_model = {any(is_in("model", name) for name in lines) for lines in (lines_a, lines_b)}
+    placed = [line for lines in by_rank.values() for name in names if (line := lines.get(name)) and line[2]]
+    have_model = {any(is_in("model", name) for name in lines) for lines in by_rank.values()}
     return set() if placed or len(have_model) > 1 else differing
 
 
-def warn_of_own(ranks: tuple[int, int], names: Collection[str]) -> None:
+def warn_of_own(ranks: Iterable[int], names: Collection[str]) -> None:
     """Warn of what two replicas do not hold alike."""
     logger.warning(
         "ranks %d and %d count as replicas, and differ in %s. From now on each rank's own are saved, and come back to "
@@ -124,7 +121,7 @@ def warn_of_own(ranks: tuple[int, int], names: Collection[str]) -> None:
 def lines_of(plan: SavePlan) -> dict[str, list[Any]]:
     """Return the lines of what this rank and others hold, as a `MeshSummary` has them, from a later save's plan."""
     if plan.mesh is not None:
-        layouts = [[split and [split.dim, split.split] for split in each.placements] for each in plan.mesh.layouts]
+        layouts = [_placements(layout) for layout in plan.mesh.layouts]
         return {
             each.name: [each.dtype, list(each.shape), layouts[number] if any(layouts[number]) else None, None]
             for each in plan.mesh.tensors
@@ -136,10 +133,14 @@ def lines_of(plan: SavePlan) -> dict[str, list[Any]]:
     return _with_parameters(lines, parameters)
 
 
-def refuse_lines(lines_of_ranks: Sequence[tuple[int, _Lines]], *, on_mesh: bool) -> None:
+def _placements(layout: Layout) -> list[Any]:
+    return [split and [split.dim, split.split] for split in layout.placements]
+
+
+def refuse_lines(by_rank: Mapping[int, _Lines], *, on_mesh: bool) -> None:
     """Raise RanksDisagree with the difference between the lines of two ranks that must hold the same tensors."""
-    later = "; or try again: the next save keeps each rank's own" if names_that_differ(lines_of_ranks) else ""
-    _refuse(lines_of_ranks, f"{_MESH_ALIKE if on_mesh else REPLICAS_ALIKE}{later}")
+    later = "; or try again: the next save keeps each rank's own" if names_that_differ(by_rank) else ""
+    _refuse(by_rank, f"{_MESH_ALIKE if on_mesh else REPLICAS_ALIKE}{later}")
 
 
 class MeshSummary:
@@ -148,7 +149,6 @@ class MeshSummary:
     def __init__(self, state: SaveState, members: tuple[int, ...] | None = None) -> None:
         self.state: SaveState = state
         self.lines: _Lines = {}
-        self._alike: tuple[_Lines, _Lines] = {}, {}
         self._meshes: list[tuple[Mesh, tuple[int, ...]]] = []
         for part in state.trees().values():
             for path, leaf in iter_tensors(part.tree):
@@ -157,22 +157,22 @@ class MeshSummary:
                 line: list[Any] = [dtype, list(shape), None, None]
                 if about.placed is not None:
                     layout = about.placed.layout
-                    placements = [None if split is None else [split.dim, split.split] for split in layout.placements]
                     mesh = mesh_among(members, about.name, layout.mesh), about.placed.coordinate
                     if mesh not in self._meshes:
                         self._meshes.append(mesh)
-                    line = [dtype, list(about.placed.shape), placements, self._meshes.index(mesh)]
+                    line = [dtype, list(about.placed.shape), _placements(layout), self._meshes.index(mesh)]
                 self.lines[about.name] = line
-                if not may_differ(about):
-                    self._alike[0][about.name] = line
-                if about.placed is not None:
-                    self._alike[1][about.name] = line
 
     @property
     def summary(self) -> list[Any]:
-        """True if there are DTensors, and a RankStructure of all tensors, and one of these alone."""
+        """True if there are DTensors, and a RankStructure of all tensors, and one of these alone.
+
+        The first is without plain ones of an optimizer, which ranks of a mesh may hold in another form.
+        """
         places = [_place(*mesh) for mesh in self._meshes]
-        digests = [sha256(repr(lines).encode()).hexdigest()[:32] for lines in self._alike]
+        placed = {name: line for name, line in self.lines.items() if line[2] is not None}
+        alike = {name: line for name, line in self.lines.items() if name in placed or not is_in("optimizer", name)}
+        digests = [sha256(repr(lines).encode()).hexdigest()[:32] for lines in (alike, placed)]
         return [self.state.is_placed, *(RankStructure(digest, places) for digest in digests)]
 
 
@@ -202,11 +202,11 @@ def _answer(summaries: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _compare(answer: Mapping[str, Any], lines: Sequence[_Lines | None]) -> None:
-    lines_of_ranks = [(rank, lines[rank] or {}) for rank in answer["ask"]]
+    by_rank = {rank: lines[rank] or {} for rank in answer["ask"]}
     if not answer["groups"]:
-        _refuse(lines_of_ranks, _MESH_ALIKE)
+        _refuse(by_rank, _MESH_ALIKE)
     first_lines: dict[str, tuple[int, list[Any]]] = {}
-    for rank, own_lines in lines_of_ranks:
+    for rank, own_lines in by_rank.items():
         for name, line in own_lines.items():
             first, first_line = first_lines.setdefault(name, (rank, line))
             if (line[:2], line[2] is None) != (first_line[:2], first_line[2] is None):
@@ -222,22 +222,21 @@ _MESH_ALIKE = (
 )
 
 
-def _refuse(lines_of_ranks: Sequence[tuple[int, _Lines]], advice: str) -> None:
+def _refuse(by_rank: Mapping[int, _Lines], advice: str) -> None:
     """Raise RanksDisagree with the difference between two ranks that must hold the same tensors."""
-    rank, lines_a = lines_of_ranks[0]
-    other_rank, lines_b = lines_of_ranks[1] if len(lines_of_ranks) > 1 else (None, {})
-    if other_rank is None:
+    rank, *others = by_rank
+    if not others:
         raise RanksDisagree(
             f"rank {rank} holds DTensors on a mesh that other ranks of it do not know, or in another order; {advice}"
         )
-    names = _differing_names(lines_a, lines_b)
-    if names:
-        name, *others = names
-        texts = [_line_text(lines.get(name)) for lines in (lines_a, lines_b)]
-        also = f"; so differ {first_of(others)}" if others else ""
-        raise RanksDisagree(f"{name} is {texts[0]} on rank {rank}, and {texts[1]} on rank {other_rank}{also}; {advice}")
-    how = "on different meshes" if list(lines_a) == list(lines_b) else "in another order, as of param groups"
-    raise RanksDisagree(f"ranks {rank} and {other_rank} hold the same tensors {how}; {advice}")
+    lines_a, lines_b = by_rank.values()
+    name, *more = differing_names(lines_a, lines_b) or [""]
+    if name:
+        texts = [f"{_line_text(lines.get(name))} on rank {rank}" for rank, lines in by_rank.items()]
+        also = f"; so differ {first_of(more)}" if more else ""
+        raise RanksDisagree(f"{name} is {', and '.join(texts)}{also}; {advice}")
+    how = "on different meshes" if [*lines_a] == [*lines_b] else "in another order, as of param groups"
+    raise RanksDisagree(f"ranks {rank} and {others[0]} hold the same tensors {how}; {advice}")
 
 
 def _line_text(line: Sequence[Any] | None) -> str:
@@ -261,8 +260,7 @@ def refuse_differences(agreement: Agreement, topology: Topology, captured: Calla
 
     def refuse() -> None:
         if answers is not None and key:
-            a, b = (answers[rank] or {} for rank in ranks)
-            names = sorted(name for name in {**a, **b} if a.get(name) != b.get(name))
+            names = sorted(differing_names(*(answers[rank] or {} for rank in ranks)))
             raise RanksDisagree(
                 f"ranks {ranks[0]} and {ranks[1]} count as replicas, and differ in {first_of(names)}: a save keeps "
                 "each rank's own, and a load on other sizes refuses them. Synchronise them if they should be equal"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -152,13 +153,6 @@ class Values:
 class Own(OwnState):
     """State that this rank saves for itself."""
 
-    def keep(self, copy: Replica, tensor: torch.Tensor | None, paths: Mapping[str, Sequence[Path]]) -> None:
-        """Keep a tensor; None if it is gone. ``paths`` has those of the tensors of each part."""
-        if tensor is None:
-            self.values[copy.name] = OwnValue(Gone.LOST)
-        else:
-            self.values[copy.name] = OwnValue(tensor, paths[copy.part][copy.number], copy.mesh)
-
     def keep_values(
         self, values: Values, names: Iterable[str], own_value: Callable[[Any], Any] = lambda tensor: tensor
     ) -> None:
@@ -251,8 +245,17 @@ class Replicas:
         apart = {*own.values}
         for copy in self.copies if self.known else ():
             if copy.name in self.known and copy.writes != self.rank and not copy.is_kept(apart):
-                own.keep(copy, self.tensors[copy.part][copy.number], self._paths)
+                own.values[copy.name] = self._own_value(copy, self._tensor(copy))
         return own
+
+    def _tensor(self, copy: Replica) -> torch.Tensor:
+        return self.tensors[copy.part][copy.number]
+
+    def _own_value(self, copy: Replica, tensor: torch.Tensor | None) -> OwnValue:
+        """Return the ``tensor``, that of a copy, to be kept; None if it is gone."""
+        if tensor is None:
+            return OwnValue(Gone.LOST)
+        return OwnValue(tensor, self._paths[copy.part][copy.number], copy.mesh)
 
     @cached_property
     def _names(self) -> set[str]:
@@ -264,21 +267,23 @@ class Replicas:
         values = [values.by_name for values in self.values] if self.known else []
         return {*self.of_rank, *(name for name in self.known if any(name in here for here in (self._names, *values)))}
 
-    @cached_property
+    @property
     def to_stage(self) -> list[torch.Tensor]:
         """Tensors to stage: those that are ``compared``, whole or samples of them."""
-        # Each save's caller waits for it.
-        tensors = ((copy, self.tensors[copy.part][copy.number]) for copy in self.compared)
-        if self.whole:
-            return [tensor for _, tensor in tensors]
-        return [part for copy, tensor in tensors for part in compared_parts(tensor, copy.nbytes)]
+        return [part for parts in self._parts for part in parts]
 
     @cached_property
-    def _number_of(self) -> list[int]:
-        """The number in ``compared`` of each of these."""
-        tensors = ((copy, self.tensors[copy.part][copy.number]) for copy in self.compared)
-        counts = (1 if self.whole else len(compared_parts(tensor, copy.nbytes)) for copy, tensor in tensors)
-        return [number for number, count in enumerate(counts) for _ in range(count)]
+    def _parts(self) -> list[list[torch.Tensor]]:
+        """The parts of each of these that are staged."""
+        # Each save's caller waits for it.
+        tensors = [self.tensors[copy.part][copy.number] for copy in self.compared]
+        if self.whole:
+            return [[tensor] for tensor in tensors]
+        return [compared_parts(tensor, copy.nbytes) for tensor, copy in zip(tensors, self.compared, strict=True)]
+
+    @property
+    def _how(self) -> str:
+        return WHOLE if self.whole else SAMPLES
 
     def look(self, wave: Wave, views: Sequence[memoryview], files: Sequence[PlannedFile]) -> None:
         """Take from a staged wave of ``files`` what is compared: one without a name is not written."""
@@ -307,7 +312,7 @@ class Replicas:
     def _sampled(self) -> set[tuple[int, int]]:
         """Places of large tensors that this rank writes for others, which take samples of them."""
         large = [copy for copy in self.copies if copy.place and copy.nbytes > LARGE]
-        return {copy.place for copy in large if copy.place and _samples_of(self.tensors[copy.part][copy.number])}
+        return {copy.place for copy in large if copy.place and _samples_of(self._tensor(copy))}
 
     def digests(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, dict[str, int]]:
         """Return digests by claim and name. ``blocks`` gives those of a storage that this rank wrote.
@@ -325,27 +330,23 @@ class Replicas:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = whole
             elif samples is not None:
                 digests.setdefault(copy.claim(SAMPLES), {})[copy.name] = _joint(copy, list(map(crc32, samples)))
-        by_copy: dict[int, list[int]] = {}
-        for storage, number in enumerate(self._number_of):
-            by_copy.setdefault(number, []).append(storage)
-        how = WHOLE if self.whole else SAMPLES
-        for number, storages in by_copy.items():
-            copy = self.compared[number]
-            crcs = [crc for storage in storages for crc in self._blocks.get(storage, [])]
-            digests.setdefault(copy.claim(how), {})[copy.name] = _joint(copy, crcs)
+        storages = count()
+        for copy, parts in zip(self.compared, self._parts, strict=True):
+            crcs = [crc for _ in parts for crc in self._blocks.get(next(storages), ())]
+            if parts:
+                digests.setdefault(copy.claim(self._how), {})[copy.name] = _joint(copy, crcs)
         return digests
 
     def _claims(self, values: Values) -> Iterator[str]:
         """Yield the claims of the part's tensors: of those that one rank writes."""
-        how = WHOLE if self.whole else SAMPLES
-        for each in (WHOLE, SAMPLES) if values.writes == self.rank else (how,):
+        for each in (WHOLE, SAMPLES) if values.writes == self.rank else (self._how,):
             yield Claim(values.writes, values.part, each).key
 
     def digests_of_live(self) -> dict[str, dict[str, int]]:
         """Return digests of all of it by claim and name, which reads all tensors now."""
         digests: dict[str, dict[str, int]] = {values.claim: values.digests for values in self.values}
         for copy in self.copies:
-            tensor = self.tensors[copy.part][copy.number].detach().cpu().contiguous()
+            tensor = self._tensor(copy).detach().cpu().contiguous()
             crcs = [crc32(byte_view(tensor))] if tensor.numel() else []
             digests.setdefault(copy.claim(WHOLE), {})[copy.name] = _joint(copy, crcs)
         return digests
@@ -360,15 +361,15 @@ class Replicas:
     ) -> dict[str, dict[str, int]]:
         """Return the digests, by name, of those claims of ``keys`` for which this rank writes."""
         mine = [key for key in keys if Claim.of(key).writes == self.rank]
-        if not mine:
-            return {}
-        every = self.digests(blocks) | {values.claim: values.digests for values in self.values}
+        every = self._digests_of_all(blocks) if mine else {}
         return {key: every.get(key, {}) for key in mine}
+
+    def _digests_of_all(self, blocks: Callable[[tuple[int, int]], Sequence[int]]) -> dict[str, dict[str, int]]:
+        return self.digests(blocks) | {values.claim: values.digests for values in self.values}
 
     def disputed(self, keys: Iterable[str]) -> dict[int, list[str]]:
         """Return the claims of ``keys`` in which this rank holds copies of another's, by the rank that writes."""
-        how = WHOLE if self.whole else SAMPLES
-        own = {copy.claim(how) for copy in self.compared}
+        own = {copy.claim(self._how) for copy in self.compared}
         of_others = [values for values in self.values if values.writes != self.rank]
         own |= {key for values in of_others for key in (values.claim, *self._claims(values))}
         by_writer: dict[int, list[str]] = {}
@@ -380,8 +381,9 @@ class Replicas:
     def differing(self, theirs: Mapping[str, Mapping[str, int]]) -> Own:
         """Return what differs from ``theirs``: digests by claim and name."""
         own = Own()
-        mine = self.digests(lambda place: [])
-        copy_of = {id(self.tensors[copy.part][copy.number]): copy for copy in self.copies}
+        mine = self._digests_of_all(lambda place: [])
+        differing = {key: differing_names(mine.get(key, {}), others) for key, others in theirs.items()}
+        copy_of = {id(self._tensor(copy)): copy for copy in self.copies}
 
         def own_value(tensor: torch.Tensor) -> torch.Tensor | None:
             copy = copy_of[id(tensor)]
@@ -391,23 +393,16 @@ class Replicas:
             return value
 
         for values in self.values:
-            if values.claim in theirs:
-                others = theirs[values.claim]
-                here = values.digests
-                differing = (name for name in {**here, **others} if here.get(name) != others.get(name))
-                names = [name for name in differing if name not in self._names]  # those are tensors here
-                own.keep_values(values, names, own_value)
+            names = differing.pop(values.claim, ())
+            own.keep_values(values, [name for name in names if name not in self._names], own_value)  # no tensors here
         apart = {*own.values}
-        how = WHOLE if self.whole else SAMPLES
-        for copy in self.compared:
-            key = copy.claim(how)
-            differs = key in theirs and mine.get(key, {}).get(copy.name) != theirs[key].get(copy.name)
-            if differs and not copy.is_kept(apart):
-                own.keep(copy, self._as_saved(copy), self._paths)
-        for key, others in theirs.items():
-            for name in others if not Claim.of(key).what.endswith(VALUES) else ():
-                if not (name in self._names or name in self.of_rank or is_below(name, apart)):
-                    own.values[name] = OwnValue(Gone.ABSENT)
+        compared = {(copy.claim(self._how), copy.name): copy for copy in self.compared}
+        for key, name in ((key, name) for key, names in differing.items() for name in names):
+            copy = compared.get((key, name))
+            if copy is not None and not copy.is_kept(apart):
+                own.values[name] = self._own_value(copy, self._as_saved(copy))
+            elif not (name in self._names or name in self.of_rank or is_below(name, apart)):
+                own.values[name] = OwnValue(Gone.ABSENT)
         return own
 
     @cached_property
@@ -417,12 +412,17 @@ class Replicas:
 
     def _as_saved(self, copy: Replica) -> torch.Tensor | None:
         """Return the tensor as it was at the save; None if nothing has it any more."""
-        tensor = self.tensors[copy.part][copy.number]
+        tensor = self._tensor(copy)
         staged = self._staged.get(id(tensor)) if copy.nbytes else memoryview(b"")  # no wave has empty ones
         if staged is None:
             return tensor if self.stays else None
         value = _tensor_at(staged, *copy.form)
         return value if copy.stride is None else with_note(value, copy.stride)
+
+
+def differing_names(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names under which two ranks have different things."""
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
 def _joint(copy: Replica, crcs: Sequence[int]) -> int:

@@ -193,11 +193,15 @@ class OpenTag:
             return None
         at = self.topology.coordinates_of
         return MeshTrees(
-            self.where, self._layout.files, self.manifest.leaders,
+            self.where,
+            self._layout.files,
+            self.manifest.leaders,
             index=lambda rank: self.index(at(rank)),
             verify=lambda file, rank: self._verify(file, at(rank)),
-            verify_size=self._expect, entries=self.entries, own=self.own,
-        )  # fmt: skip
+            verify_size=self._expect,
+            entries=self.entries,
+            own=self.own,
+        )
 
     def model_names(self) -> set[str]:
         """Return the names of the model on all pipeline stages."""
@@ -429,11 +433,11 @@ class OpenTag:
         """Check a file that is about to be read against its writer's index: its size, and small ones in full."""
         if self.manifest is None or file in self._verified:
             return
-        entry = self.index(writer).files.get(file)
-        if entry is None:
-            saved_files = first_of(sorted(self.index(writer).files))
-            raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files or 'nothing'}")
         index = self.index(writer)
+        entry = index.files.get(file)
+        if entry is None:
+            saved_files = first_of(sorted(index.files))
+            raise PartNotFound(f"{self.where}: no file {file!r} was saved; its rank saved {saved_files or 'nothing'}")
         is_compared = entry.nbytes <= _SMALL and self._is_compared(file, entry, index)
         if not is_compared:
             self._expect(file, entry.nbytes)
