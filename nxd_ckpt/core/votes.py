@@ -79,6 +79,7 @@ class Vote:
         plan: description of the save (tag, parts, format, sizes), which must be equal on all ranks.
         replica: digest of the names, shapes and dtypes of its model state. Ranks that share the writing of one replica
             each write a share of *the same* list, so equal digests mean that every tensor was written exactly once.
+        common: digests of its parts of which the first ep rank writes what is no expert's: it must have the same ones.
         index: size and CRC-32 of its index file.
         replicated: digest of the contents of its tensors that should be equal on all tp ranks; None if it wrote none.
         nbytes: bytes of its files.
@@ -98,6 +99,7 @@ class Vote:
     error: tuple[str, str] | None = None
     plan: Mapping[str, Any] | None = None
     replica: str | None = None
+    common: tuple[str, ...] = ()
     index: FileEntry | None = None
     replicated: int | None = None
     nbytes: int = 0
@@ -142,6 +144,7 @@ def load_vote(data: bytes, where: str) -> Vote:
             error=_error_of(fields["error"]),
             plan=None if plan is None else checked(dict, plan),
             replica=None if replica is None else checked_text(replica),
+            common=_texts(fields["common"]),
             index=None if index is None else FileEntry(*integers(index, 2)),
             replicated=None if replicated is None else integers([replicated])[0],
             nbytes=fields["nbytes"],
@@ -209,7 +212,7 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
     require_one_plan(votes)
     for vote in votes:
         _raise_loss_of(vote, votes)
-    pair = unlike([vote.replica for vote in votes], topology, leader_of)
+    pair = unlike([(vote.replica, vote.common) for vote in votes], topology, leader_of)
     if pair is not None and leader_of is not None:
         raise RanksDisagree(
             f"ranks {pair[0]} and {pair[1]} held the same tensors on the same meshes at the first save, but now "
@@ -225,21 +228,21 @@ def judge(votes: Sequence[Vote], topology: Topology, leader_of: Mapping[int, int
 
 
 def unlike(
-    replicas: Sequence[str | None], topology: Topology, leader_of: Mapping[int, int] | None = None
+    replicas: Sequence[tuple[str | None, Sequence[str]]],
+    topology: Topology,
+    leader_of: Mapping[int, int] | None = None,
 ) -> tuple[int, int] | None:
     """Return two ranks that share the writing of one replica, with other digests of it; None if there are none.
 
-    ``replicas`` are the digests of all ranks, ``leader_of`` as for `judge`. Between "|" in them are digests of parts of
-    which the first ep rank writes what is no expert's: it must have the same ones.
+    ``replicas`` are ``replica`` and ``common`` of the votes of all ranks, ``leader_of`` as for `judge`.
     """
-    common = [{*(replica or "").split("|")[1::2]} for replica in replicas]
-    for rank, replica in enumerate(replicas):
+    for rank, (replica, common) in enumerate(replicas):
         leader = _leader(rank, topology) if leader_of is None else leader_of[rank]
-        if replica != replicas[leader]:
+        if replica != replicas[leader][0]:
             return leader, rank
-        if common[rank]:
+        if common:
             first = topology.rank_of(replace(topology.coordinates_of(rank), dp_rank=0))
-            if not common[rank] <= common[first]:
+            if not {*common} <= {*replicas[first][1]}:
                 return first, rank
     return None
 

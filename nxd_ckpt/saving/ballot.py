@@ -241,6 +241,7 @@ class Ballot:
             self._rank,
             plan=plan.agreed(self._tag, self._session.topology),
             replica=plan.replica,
+            common=plan.common,
             index=index,
             replicated=writer.replicated_digest(),
             nbytes=self._files.nbytes,
@@ -350,9 +351,8 @@ class Ballot:
         """Raise RanksDisagree with the tensor, on rank 0, if two ranks that share the writing do not hold the same."""
         plan = self._attempt.plan
         groups = None if plan is None else plan.groups
-        replicas = [vote.replica for vote in votes]
-        pair = unlike(replicas, self._session.topology, leaders_of(groups))
-        if pair is None or plan is None or None in replicas:
+        pair = unlike([(vote.replica, vote.common) for vote in votes], self._session.topology, leaders_of(groups))
+        if pair is None or plan is None or any(vote.replica is None for vote in votes):
             return
         keys = {rank: Claim(rank, FORMS, WHOLE).key for rank in pair}
         self._votes.appeal([*keys.values()])

@@ -100,7 +100,7 @@ class Pipeline:
             if newest is None:
                 # Two ranks tell what differs between them; then others may differ in more.
                 while names := differing_state(
-                    agreement, summary, planned.plan.replica, self._topology, self._planner.groups
+                    agreement, summary, planned.plan, self._topology, self._planner.groups
                 ).difference(self._planner.known):
                     self._planner.known.update(names)
                     planned = on_all(agreement, partial(self.plan, summary.state))

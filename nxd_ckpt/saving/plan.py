@@ -60,6 +60,7 @@ class SavePlan:
     objects: tuple[PlannedFile, ...]
     parts: Parts
     replica: str
+    common: tuple[str, ...] = ()
     parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
     optimizer_names: tuple[str, ...] | None = None
     left_out: Sequence[str] = ()
@@ -124,6 +125,8 @@ def plan_save(
     group = topology.replicas(topology.coordinates, expert=topology.ep > 1)
     # Of a file that one rank writes, the others save for themselves what they hold in another form.
     shares = {"model", "optimizer"}.difference(alone) if state.use_xser else set()
+    if state.optimizer_kind not in (None, "plain"):
+        shares.discard("optimizer")
     if state.model is not None:
         skipped = set() if parts.lower_precision_weights else _covered(state)
         key = names.model_file(topology, topology.coordinates)
@@ -131,7 +134,6 @@ def plan_save(
         writers["model"] = group[0]
     if state.optimizer is not None and state.optimizer_kind == "zero1_dcp":
         files += plan_dcp(state.optimizer, state.optimizer_names, topology)
-        shares.discard("optimizer")
         writers["optimizer"] = topology.rank_of(Coordinates(topology.pp_rank))
         copies += _numbers("optimizer", state.optimizer, writers["optimizer"])
     elif state.optimizer is not None:
@@ -143,15 +145,14 @@ def plan_save(
         copies += its_copies
         if kind == "plain":
             writers["optimizer"] = group[0]
-        else:
-            shares.discard("optimizer")
     leads = topology.rank == group[0] and topology.tp_rank == 0
     shared = {part: own for part, own in state.trees().items() if part in shares}
     return SavePlan(
         shared=tuple(files),
         objects=plan_objects(state, topology),
         parts=parts,
-        replica="".join(own.forms + _common(part, own, topology) for part, own in shared.items()),
+        replica="".join(own.forms for own in shared.values()),
+        common=tuple(_common(shared, topology)),
         parameters=state.model.parameters if leads and state.model is not None else {},
         optimizer_names=state.optimizer_names if leads else None,
         left_out=state.left_out,
@@ -225,12 +226,14 @@ def _of_all_experts(part: str, state: State, topology: Topology, skipped: Collec
             yield Replica.of(part, number, state.tensors[path].name, leaf, owners[number], f"{part} of all ep ranks")
 
 
-def _common(part: str, state: State, topology: Topology) -> str:
-    """Return a digest of what this ep rank refers to in the files of the first one, by number; see `votes.unlike`."""
-    experts = _experts(state, topology)
-    leaves = enumerate(iter_tensors(state.tree) if topology.ep > 1 else ())
-    forms = [(tid, state.tensors[path].name, form_of(leaf)) for tid, (path, leaf) in leaves if tid not in experts]
-    return f"|{part} {sha256(repr(forms).encode()).hexdigest()[:32]}|" if forms else ""
+def _common(shared: Mapping[str, State], topology: Topology) -> Iterator[str]:
+    """Yield a digest for each part of what this ep rank refers to in the files of the first one, by number."""
+    for part, state in shared.items() if topology.ep > 1 else ():
+        experts = _experts(state, topology)
+        leaves = enumerate(iter_tensors(state.tree))
+        forms = [(tid, state.tensors[path].name, form_of(leaf)) for tid, (path, leaf) in leaves if tid not in experts]
+        if forms:
+            yield f"{part} {sha256(repr(forms).encode()).hexdigest()[:32]}"
 
 
 def _numbers(part: str, state: State, writes: int) -> Iterator[Replica]:

@@ -58,15 +58,15 @@ def agree_on_groups(agreement: Agreement, summary: MeshSummary) -> list[MeshGrou
 
 
 def differing_state(
-    agreement: Agreement, summary: MeshSummary, replica: str, topology: Topology, groups: Sequence[MeshGroup] | None
+    agreement: Agreement, summary: MeshSummary, plan: SavePlan, topology: Topology, groups: Sequence[MeshGroup] | None
 ) -> set[str]:
     """Return names of what ranks that share the writing do not all hold, or hold in another form. Collective.
 
-    ``replica`` is the digest of the tensors in this rank's plan, ``groups`` are those of a mesh job.
+    ``plan`` is this rank's, ``groups`` are those of a mesh job.
 
     Raises RanksDisagree, on all ranks, if they cannot save it each for itself.
     """
-    digests = agreement.gather(replica)
+    digests = agreement.gather((plan.replica, plan.common))
     ask = decided_by_rank0(agreement, lambda: unlike(digests or [], topology, leaders_of(groups)))
     if not ask:
         return set()
