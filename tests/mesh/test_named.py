@@ -80,21 +80,23 @@ def averaged(rank: int, directory: Path) -> list[bool]:
     average.update(model)
     right = []
     with Checkpointer(directory) as checkpointer:
-        checkpointer.save(1, model, optimizer, state={"ema": average})
+        checkpointer.save(1, model, optimizer, state={"ema": average, "optimizer": Object({"by": 7})})
         for shape in ((4,), (2, 2)):
             other = _cut(shape)
             fresh, moments = Average(other), torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-            checkpointer.load(1, other, moments, state={"ema": fresh})
+            named = Object()
+            checkpointer.load(1, other, moments, state={"ema": fresh, "optimizer": named})
             pairs = list(zip(average.state["shadow"], fresh.state["shadow"], strict=True))
             right += [torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs]
             right.append(fresh.state["updates"] == 1 and fresh.state["shadow"][0].device_mesh.shape == shape)
             right.append(moments.param_groups[0]["momentum"] == 0.9 and len(moments.state) == 4)
+            right.append(named.state == {"by": 7})
     return right
 
 
 def test_dtensors_of_any_object_are_cut_and_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
-    """An average of weights beside model= and optimizer=, also on another mesh."""
-    assert [[True] * 12] * 4 == gloo_ranks.run(averaged, tmp_path)
+    """An average of weights beside model= and optimizer=, also on another mesh; what is called so was lost."""
+    assert [[True] * 14] * 4 == gloo_ranks.run(averaged, tmp_path)
 
 
 def in_backward(rank: int, directory: Path) -> list[bool]:
