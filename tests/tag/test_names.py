@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nxd_ckpt.core import names
 from nxd_ckpt.core.names import ParsedName
 from nxd_ckpt.core.topology import Coordinates, Topology
+from tests.golden.checkpoints import saved
 
 ranks = st.integers(0, 12_000)
 
@@ -39,7 +40,8 @@ def test_the_names_of_golden_checkpoints(golden: Path) -> None:
     for described in sorted(golden.glob("*/config.json")):
         config = json.loads(described.read_text())
         topology = Topology(config["dp"], config["tp"], config["pp"], config["ep"])
-        for tag in (described.parent / "ckpt").iterdir():
+        checkpoint = saved(golden, described.parent.name)
+        for tag in map(checkpoint.directory.joinpath, checkpoint.tags):
             expected = {path.relative_to(tag).as_posix() for path in tag.glob("*/*_pp_rank_*[0-9].pt")}
             at = [Coordinates(rank["pp"], rank["dp"], rank["tp"]) for rank in config["rank_coords"]]
             actual = {names.model_file(topology, place) for place in at}
