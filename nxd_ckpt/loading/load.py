@@ -38,10 +38,9 @@ from nxd_ckpt.loading.retries import LoadRetries
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.progress import report
 from nxd_ckpt.surroundings import gc_paused
-from nxd_ckpt.tag.choosing import ByPath, Opens, around, find_by_path, with_given_model
+from nxd_ckpt.tag.choosing import ByPath, Opens, around, find_by_path, open_complete_tag, with_given_model
 from nxd_ckpt.tag.identity import of_latest, require_one_save
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.union import TagSource, choose_nearest
 
 

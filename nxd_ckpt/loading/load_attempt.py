@@ -22,7 +22,6 @@ from nxd_ckpt.effects import logger
 from nxd_ckpt.errors import CorruptCheckpoint, KeyMismatch, OptimizerMismatch
 from nxd_ckpt.formats.tensors import Assembly, form_of, nbytes_of
 from nxd_ckpt.hugging_face.mapping import ModelMapping
-from nxd_ckpt.layouts.own_state import OwnState
 from nxd_ckpt.live import torch_xla
 from nxd_ckpt.live.model import ModelAdapter
 from nxd_ckpt.live.named_models import open_model
@@ -59,6 +58,7 @@ from nxd_ckpt.storage.cached import CachedStorage
 from nxd_ckpt.storage.progress import Counter, is_watched, report, watched
 from nxd_ckpt.surroundings import gc_paused
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.per_rank import OwnState
 from nxd_ckpt.tag.reading import Leaf, LeafReader
 
 

@@ -13,12 +13,12 @@ from nxd_ckpt.core.topology import Topology
 from nxd_ckpt.errors import IncompatibleState
 from nxd_ckpt.formats.optimizer_trees import MASTERS
 from nxd_ckpt.formats.tensors import Path, form_of, is_tensor, iter_tensors
-from nxd_ckpt.layouts.own_state import Gone, OwnValue
 from nxd_ckpt.live.dtensor import described_layout
 from nxd_ckpt.live.state_names import SECTIONS, is_below, is_in, key_text, leaf_name, replaced, values_in
 from nxd_ckpt.loading.filters import Filter
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.tag.opened import OpenTag
+from nxd_ckpt.tag.per_rank import Gone, OwnValue
 
 NO_MESH = Mesh((), (), ())
 """Stands for that of a model without DTensors."""
@@ -35,13 +35,21 @@ class RankState:
     def regrouped(self, order: Sequence[Sequence[int]]) -> RankState:
         """Return it for live param groups, of which ``order`` has each one's numbers in the tag; none of a new one.
 
-        Raises IncompatibleState if groups become one that have other options on this rank.
+        Raises IncompatibleState if groups become one that have other options on this rank, or if an older tag does not
+        say in which order this rank had them.
         """
         values: dict[str, OwnValue] = {}
+        firsts = [numbers[0] for numbers in order if numbers]
         for name, own in self.values.items():
             if not is_below(name, {PARAM_GROUPS}):
                 values[name] = own
                 continue
+            if own.is_of_older and firsts != sorted(firsts):
+                raise IncompatibleState(
+                    f"{self.where}: {name} differed between the ranks that saved it, and the live param groups are in "
+                    "another order than the tag's: an older version saved it, without this rank's order. Leave it out "
+                    f"with ignore_keys=[{filtered_name(name)!r}], and set it afterwards"
+                )
             saved, _, option = name.removeprefix(f"{PARAM_GROUPS}/").partition("/")
             for live, numbers in enumerate(order):
                 if saved in map(str, numbers):

@@ -16,9 +16,8 @@ from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, open_w
 from nxd_ckpt.layouts.whole_files import OPTIMIZER_DOCUMENT
 from nxd_ckpt.output.locations import Location, own_location, settled_input
 from nxd_ckpt.storage.urls import StorageOptions, StrPath, absolute, join
-from nxd_ckpt.tag.choosing import ByPath, choose_tag, settle_swap
+from nxd_ckpt.tag.choosing import ByPath, choose_tag, open_complete_tag, settle_swap
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.recognise import Program, recognise
 from nxd_ckpt.tag.verify import guests_in
 

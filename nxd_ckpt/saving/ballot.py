@@ -47,7 +47,6 @@ from nxd_ckpt.errors import (
     to_wire,
 )
 from nxd_ckpt.layouts.dcp_metadata import dump_metadata
-from nxd_ckpt.layouts.own_state import Gone
 from nxd_ckpt.saving.plan import SavePlan
 from nxd_ckpt.saving.replica_check import lines_of, names_that_differ, refuse_lines, warn_of_own
 from nxd_ckpt.saving.replicas import Own
@@ -59,6 +58,7 @@ from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import StoredFile, copy, digest, link
 from nxd_ckpt.tag.directory import list_tags
+from nxd_ckpt.tag.per_rank import Gone
 
 
 def take(

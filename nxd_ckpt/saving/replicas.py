@@ -27,10 +27,10 @@ from nxd_ckpt.formats.memory import allocated, byte_view, torch_dtype
 from nxd_ckpt.formats.strides import Stride, stride_in_content, with_note
 from nxd_ckpt.formats.tensors import Path, TensorReference, children_of, form_of, iter_tensors, map_tensors, nbytes_of
 from nxd_ckpt.formats.torch_zip_writer import image_of
-from nxd_ckpt.layouts.own_state import Gone, OwnState, OwnValue
 from nxd_ckpt.live.dtensor import PLAIN
 from nxd_ckpt.live.state_names import Container, groups_of, is_below, is_in, values_in
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile, Wave
+from nxd_ckpt.tag.per_rank import Gone, OwnState, OwnValue
 
 LARGE = 2**20
 """Bytes from which on samples of a tensor are compared."""

@@ -1,4 +1,4 @@
-"""Choosing the tag to read, in a directory that others may be saving to, or what a path itself names.
+"""Choosing and opening the tag to read, in a directory that others may be saving to, or what a path itself names.
 
 That is one tag, a file, or what another program wrote into a directory of its own.
 """
@@ -6,7 +6,8 @@ That is one tag, a file, or what another program wrote into a directory of its o
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -19,11 +20,12 @@ from nxd_ckpt.core.manifest import CRC_BLOCK
 from nxd_ckpt.core.suggestions import first_of, listed
 from nxd_ckpt.core.tags import Tag, TagInfo, latest, names_that_fit, step_of, undated, undecided, validate_tag
 from nxd_ckpt.effects import logger
-from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, InvalidTag, MalformedFile
+from nxd_ckpt.errors import CheckpointNotFound, CorruptCheckpoint, InvalidTag, MalformedFile, TagReplaced
 from nxd_ckpt.layouts import nemo
 from nxd_ckpt.layouts.dcp_directory import NO_KEYS
-from nxd_ckpt.layouts.files import require_directory
+from nxd_ckpt.layouts.files import TagFiles, require_directory
 from nxd_ckpt.layouts.hugging_face_directory import WeightsLayout, open_weights
+from nxd_ckpt.layouts.nxd_tag import layout_of
 from nxd_ckpt.layouts.payload import PayloadFile
 from nxd_ckpt.layouts.torch_dcp import holds_ranks, is_of_rank
 from nxd_ckpt.layouts.weight_files import has_weights
@@ -44,8 +46,8 @@ from nxd_ckpt.tag.directory import (
     is_whole_without_marks,
     list_tags,
 )
+from nxd_ckpt.tag.identity import Identity, is_written_over, manifest_of, recorded_order_time
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.recognise import Program, open_as, recognise
 from nxd_ckpt.tag.verification import verify_file
 
@@ -443,3 +445,80 @@ def with_given_model(opened: OpenTag, verifies: bool) -> OpenTag:
         for file in weights:
             verify_file(storage, f"{tag}/{file}", manifest.guests[file], memory, Counter())
     return OpenTag(storage, tag, WeightsLayout(open_weights(storage, tag)), None, opened.identity)
+
+
+def open_complete_tag(storage: Storage, tag: str, *, trust_pickle: bool = False) -> OpenTag:
+    """Open a tag that `choose` chose.
+
+    Raises:
+        CorruptCheckpoint: its manifest is damaged, or only one of manifest and index exists.
+        TagReplaced: it was removed since it was chosen, perhaps to be saved again.
+    """
+    identity = Identity(storage, tag)
+    with identity.guarded():
+        identity.must_be(identity.fingerprint)
+        files = TagFiles(storage, tag, trust_pickle=trust_pickle)
+        with suppress(FileNotFoundError, MalformedFile):  # which the look at all of the tag explains
+            if identity.names_attempt and identity.is_of(manifest := manifest_of(storage, tag)):
+                opened = OpenTag(storage, tag, layout_of(files, manifest), manifest, identity)
+                opened.is_one_save = True
+                return opened
+        opened = _open(storage, tag, identity, files)
+        identity.require()  # else its manifest may be that of the next save
+        return opened
+
+
+def _open(storage: Storage, tag: str, identity: Identity, files: TagFiles) -> OpenTag:
+    where = f"{storage.url}/{tag}"
+    listed = files.names().keys()
+    if tag and not storage.renames and _is_in_flux(listed):
+        # File systems rename whole tags. In a store, one that is being emptied or written must not look foreign.
+        raise TagReplaced(f"{where} was removed, or is being replaced, since it was looked up")
+    manifest = None
+    if names.MANIFEST in listed:
+        try:
+            manifest = manifest_of(storage, tag)
+        except FileNotFoundError as error:
+            raise TagReplaced(f"{where} was removed, or is being replaced, while it was read") from error
+        if is_written_over(storage, tag, manifest):
+            logger.warning(
+                "%s/%s: its %r marker is not that of its manifest: another program saved over it. Reading it as a "
+                "plain neuronx_distributed checkpoint, without its index",
+                storage.url,
+                tag,
+                names.DONE,
+            )
+            manifest = None
+        elif names.INDEX_DIR not in listed:
+            raise _part_lost(f"{where}/{names.INDEX_DIR}/", left=names.MANIFEST)
+    elif tag and names.INDEX_DIR in listed:
+        raise _part_lost(f"{where}/{names.MANIFEST}", left=f"{names.INDEX_DIR}/")
+    elif names.DONE in listed and recorded_order_time(storage, tag) is not None:
+        logger.warning(
+            "%s has neither %s nor %s/, but nxd_ckpt wrote its %r marker: the tag lost them. It is read as a plain "
+            "neuronx_distributed checkpoint: whether all its files exist, and belong to one save, is unknown. Restore "
+            "the tag from a copy, or load another one",
+            where,
+            names.MANIFEST,
+            names.INDEX_DIR,
+            names.DONE,
+        )
+    return OpenTag(storage, tag, layout_of(files, manifest), manifest, identity)
+
+
+def _part_lost(where: str, left: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{where} is missing, but {left} exists: the tag lost files, and the others cannot be verified. Restore it "
+        f"from a copy. To read it as a plain neuronx_distributed checkpoint, with only the digests inside its files, "
+        f"remove {left} too"
+    )
+
+
+def _is_in_flux(listed: Set[str]) -> bool:
+    """Return whether a tag in a store is being emptied or written.
+
+    ``done``, the first removed and last written, is gone.
+
+    Tags of neuronx_distributed 0.6 have no ``done``, but no ``checkpoint`` either.
+    """
+    return names.DONE not in listed and (not listed or bool(listed & {names.MARKER, names.INDEX_DIR, names.MANIFEST}))

@@ -34,7 +34,7 @@ from nxd_ckpt.layouts import legacy
 from nxd_ckpt.layouts.files import TagFiles, require_directory
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.urls import absolute, open_storage
-from nxd_ckpt.tag.choosing import around, choose, find_by_path, settled_tags, tag_meant
+from nxd_ckpt.tag.choosing import around, choose, find_by_path, open_complete_tag, settled_tags, tag_meant
 from nxd_ckpt.tag.directory import (
     NO_TAG,
     describe_incomplete,
@@ -43,7 +43,6 @@ from nxd_ckpt.tag.directory import (
 )
 from nxd_ckpt.tag.identity import Identity, manifest_of, of_latest
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.verify import files_of
 

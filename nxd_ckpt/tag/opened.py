@@ -30,12 +30,11 @@ from nxd_ckpt.formats.tensors import Assembly, TensorStub, map_tensors
 from nxd_ckpt.layouts.files import MissingTensor, TreeCache
 from nxd_ckpt.layouts.hugging_face_directory import HuggingFaceDirectory, WeightsLayout
 from nxd_ckpt.layouts.nxd_tag import TagLayout
-from nxd_ckpt.layouts.own_state import OwnState
 from nxd_ckpt.layouts.payload import checked_optimizer
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.tag.identity import Identity
 from nxd_ckpt.tag.mesh_trees import MeshTrees
-from nxd_ckpt.tag.per_rank import with_own
+from nxd_ckpt.tag.per_rank import OwnState, with_own
 from nxd_ckpt.tag.range_reader import in_parallel
 from nxd_ckpt.tag.verification import (
     Entries,

@@ -46,12 +46,11 @@ from nxd_ckpt.layouts.weight_files import OF_TORCH
 from nxd_ckpt.storage.base import Storage, pread_of
 from nxd_ckpt.storage.progress import Counter, report, watched
 from nxd_ckpt.storage.urls import open_storage
-from nxd_ckpt.tag.choosing import Place, choose_anything
+from nxd_ckpt.tag.choosing import Place, choose_anything, open_complete_tag
 from nxd_ckpt.tag.digest_lists import DIGESTS, SUMS, read_seal, read_sums, sha256_of
 from nxd_ckpt.tag.directory import NO_TAG
 from nxd_ckpt.tag.identity import FOREIGN_MARK, Identity, is_noted, known_damage, mark_of, note_damage, of_latest
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.verification import changed_tensors, crc32_of, verify_file
 
 _CHUNK = 16 * 2**20

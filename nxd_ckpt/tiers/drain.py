@@ -28,10 +28,10 @@ from nxd_ckpt.saving.pending import Helpers, Worker
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.hosts.hosts_storage import HostsStorage
 from nxd_ckpt.storage.transfer import CopyPace
+from nxd_ckpt.tag.choosing import open_complete_tag
 from nxd_ckpt.tag.directory import list_tags
 from nxd_ckpt.tag.identity import note_damage
 from nxd_ckpt.tag.opened import OpenTag
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.union import choose_nearest
 
 _COPIERS = 4

@@ -20,8 +20,8 @@ from nxd_ckpt.saving.writing import write_index
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.transfer import CopyPace
+from nxd_ckpt.tag.choosing import open_complete_tag
 from nxd_ckpt.tag.directory import find_tag
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing
 from tests.conversion.tags import save_example
 from tests.support.attempts import ATTEMPT, MODEL, TAG, TAKEN, TIME, session, whole, written

@@ -35,8 +35,8 @@ from nxd_ckpt.loading.options import LoadRequest
 from nxd_ckpt.storage.base import Storage
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.storage.urls import open_storage
+from nxd_ckpt.tag.choosing import open_complete_tag
 from nxd_ckpt.tag.listing import directory_document
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.tag.verify import verify_checkpoint
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation
 

@@ -7,9 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nxd_ckpt.tag.choosing import choose_tag
+from nxd_ckpt.tag.choosing import choose_tag, open_complete_tag
 from nxd_ckpt.tag.directory import list_tags
-from nxd_ckpt.tag.opening import open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, failing, recording
 from tests.protocol.stores import Process, complete_tags, value_in
 

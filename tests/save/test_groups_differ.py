@@ -1,5 +1,6 @@
 """Param groups of replicas that are cut otherwise, or in another order, come back to their rank."""
 
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refusal
+
+GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def _made(rank: int, cut: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -47,6 +50,20 @@ def test_groups_of_other_parameters_come_back(gloo_ranks: RankPool, tmp_path: Pa
 def test_groups_in_another_order_come_back(gloo_ranks: RankPool, tmp_path: Path) -> None:
     """Each rank's own options, in its own order: the load took them for those of rank 0's order."""
     assert [[0.1, 0.2], [0.1, 0.2], [0.2, 0.1], [0.1, 0.2]] == gloo_ranks.run(saved, tmp_path, False)
+
+
+def test_an_older_tag_does_not_say_in_which_order_a_rank_had_its_groups(tmp_path: Path) -> None:
+    """It has the options by the rank's own numbers. They are given to no other group."""
+    with tarfile.open(GOLDEN / "nxd_ckpt-0.1-groups.tar.xz") as tar:
+        tar.extractall(tmp_path, filter="data")
+
+    model, optimizer = _made(2, False)  # as its rank 1 was
+    for group in optimizer.param_groups:
+        group["lr"] = 9.0
+    with Checkpointer(tmp_path / "groups", topology=Topology(dp=2, rank=1)) as checkpointer:
+        refused = refusal(lambda: checkpointer.load(1, model, optimizer))
+    assert "the live param groups are in another order than the tag's: an older version saved it" in refused
+    assert [9.0, 9.0] == [group["lr"] for group in optimizer.param_groups]
 
 
 def test_a_rank_that_still_answers_reports_the_cause_too(tmp_path: Path) -> None:

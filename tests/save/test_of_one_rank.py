@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 from nxd_ckpt import Checkpointer, open_checkpoint
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.layouts.own_state import Gone, OwnValue
 from nxd_ckpt.loading.rank_state import RankState
 from nxd_ckpt.storage.local import LocalStorage
+from nxd_ckpt.tag.per_rank import Gone, OwnValue
 from nxd_ckpt.testing.storage import HookedStorage, Operation
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool

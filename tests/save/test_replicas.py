@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from nxd_ckpt import Checkpointer, Topology, list_checkpoints, load_keys, open_checkpoint
 from nxd_ckpt.core.votes import SAMPLES, WHOLE
 from nxd_ckpt.errors import CheckpointError, IncompatibleState
-from nxd_ckpt.layouts.own_state import Gone
 from nxd_ckpt.saving.replicas import Replica, Replicas, Values
+from nxd_ckpt.tag.per_rank import Gone
 from nxd_ckpt.testing.storage import MemoryStorage
 from tests.support.logged import logged
 from tests.support.rank_pool import RankPool

@@ -27,8 +27,7 @@ from nxd_ckpt.loading.load_context import load_context
 from nxd_ckpt.loading.load_planner import LoadPlanner
 from nxd_ckpt.loading.options import LoadOptions
 from nxd_ckpt.storage.local import LocalStorage
-from nxd_ckpt.tag.choosing import choose_tag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.choosing import choose_tag, open_complete_tag
 from nxd_ckpt.testing.storage import HookedStorage, MemoryStorage, Operation, recording
 
 ATTEMPT = "run-1"

@@ -51,8 +51,7 @@ from nxd_ckpt.saving.plan import SavePlan, plan_save
 from nxd_ckpt.saving.planned_file import NamedTensor, PlannedFile
 from nxd_ckpt.storage.local import LocalStorage
 from nxd_ckpt.surroundings import gc_paused
-from nxd_ckpt.tag.choosing import choose_tag
-from nxd_ckpt.tag.opening import open_complete_tag
+from nxd_ckpt.tag.choosing import choose_tag, open_complete_tag
 from tools.bench.host import peak, reset_peak
 
 TENSORS, RANKS = (25_000, 50_000, 100_000), (1_024, 4_096, 16_384)
