@@ -143,8 +143,8 @@ def pages_of_a_second_directory(rank: int, path: Path) -> list[int]:
 
 
 def test_a_state_goes_into_the_memory_of_another_directory_s(tmp_path: Path) -> None:
-    """Fresh pages cost several times as much as the copy: of 64 MiB, 16384 pages or 32 huge ones. A busy system may take
-    pages from the process, which then touches them anew: not in each of three saves."""
+    """Fresh pages cost several times as much as the copy: of 64 MiB, 16384 pages or 32 huge ones. A busy system may
+    take pages from the process, which then touches them anew: not in each of three saves."""
     (touched,) = Job(1, pages_of_a_second_directory, tmp_path).values()
     assert min(touched[1:]) < 32, touched
 
