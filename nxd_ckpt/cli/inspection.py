@@ -470,8 +470,9 @@ def _state_rows(opened: OpenTag, at: Coordinates) -> Iterator[dict[str, Any]]:
             yield from _stored_rows(seen, f"model/{'.'.join(map(str, path))}", leaf)
     if opened.parts.optimizer:
         seen, tree = _seen_from(opened, "optimizer", at)
+        parameters = dict(enumerate(seen.optimizer_names(at) or ()))
         for path, leaf in iter_tensors(tree, _LEAVES):
-            yield from _stored_rows(seen, f"optim/{entry_name(path, seen.optimizer_names(at))}", leaf)
+            yield from _stored_rows(seen, f"optim/{entry_name(path, parameters)}", leaf)
 
 
 def _seen_from(opened: OpenTag, part: str, at: Coordinates) -> tuple[OpenTag, dict[str, Any]]:

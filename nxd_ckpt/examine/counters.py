@@ -151,7 +151,7 @@ def _real(value: Any) -> float | None:
 
 
 def _counts_steps(name: str) -> bool:
-    """Return whether the name is that of a count of steps: a setting or a rank's stream of data is none."""
+    """Return whether the name is that of a count of steps: a setting is none."""
     if name.startswith(("scheduler/", "optim/")):
         return name == "scheduler/last_epoch"
     words = _words(name)

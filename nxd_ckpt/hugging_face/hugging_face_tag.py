@@ -183,6 +183,7 @@ class HuggingFaceTag(OpenTag):
         if self.optimizer is None:
             raise PartNotFound(f"{self.where}: it was opened without an optimizer")
         document = self.optimizer.document
+        groups = self.param_groups
         by_name = {self._name(name): dict(entries) for name, entries in document["state"].items()}
         for tensor in self.state_tensors:
             if tensor.entry is not None and tensor.entry != MASTER_WEIGHTS:
@@ -190,11 +191,11 @@ class HuggingFaceTag(OpenTag):
                 by_name.setdefault(name, {})[tensor.entry] = self._leaf(name, tensor, tensor.dtype)
         titan = self.terms.torchtitan
         if titan is not None:
-            listed = self.optimizer_names(at)
+            listed = {name for group in groups for name in group["params"]}
             together = [each for each in titan.fused(by_name) if each[0] in listed]  # not in different param groups
             by_name |= {name: self._fused(parts, by_name) for name, parts in together}
         state = {**by_name, **document.get("general", {})}
-        return restore_types(numbered({"state": state, "param_groups": self.param_groups}))
+        return restore_types(numbered({"state": state, "param_groups": groups}))
 
     def _name(self, name: str) -> str:
         titan = self.terms.torchtitan

@@ -355,7 +355,7 @@ class OpenTag:
 
     @property
     def _own_state(self) -> OwnState:
-        """What the rank that loads saved for itself, by the names in the tag."""
+        """Values that the rank that loads saved for itself, by the names in the tag."""
         has_own = self.manifest is not None and bool(self.manifest.per_rank)
         return OwnState() if self.rank is None or not has_own else OpenTag.rank_state(self, self.rank)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -110,19 +110,22 @@ def with_own(tree: dict[str, Any], state: OwnState) -> dict[str, Any]:
 def own_tensors(opened: OpenTag, rank: int) -> Iterator[tuple[str, Leaf]]:
     """Yield the tensors that the global ``rank`` saved for itself, by their global names."""
     own = opened.rank_state(rank) if opened.per_rank else OwnState()
+    parameters = dict(enumerate(own.parameters))
     for (name, _, *path), leaf in iter_tensors(own.values):
-        entry = entry_name(path, own.parameters) if name == OPTIMIZER else "/".join(map(str, path))
+        entry = entry_name(path, parameters) if name == OPTIMIZER else "/".join(map(str, path))
         yield f"{name}/{entry}" if path else name, leaf
 
 
-def entry_name(path: Sequence[Any], parameters: Sequence[str] | None) -> str:
-    """Name a state entry as indexes do: ``(base_state, 0, exp_avg)`` of a parameter without name ``#0/exp_avg``."""
+def entry_name(path: Sequence[Any], parameters: Mapping[int, str]) -> str:
+    """Name a state entry as indexes do: ``(base_state, 0, exp_avg)`` of a parameter without name ``#0/exp_avg``.
+
+    ``parameters`` are names by index.
+    """
     section, *rest = path
     if section not in ("state", "base_state", "sharded_master_weights") or not rest:
         return "/".join(map(str, path))
     index, *state = rest
-    names_by_index = dict(enumerate(parameters or ()))
-    return "/".join([names_by_index.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
+    return "/".join([parameters.get(index, f"#{index}"), *map(str, state or ["master_weights"])])
 
 
 def refuse_per_rank(opened: OpenTag, *wanted: str, instead: str = "") -> None:

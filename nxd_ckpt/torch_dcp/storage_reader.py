@@ -223,10 +223,10 @@ class StorageReader(TorchStorageReader):
 def _open(place: Location) -> tuple[OpenTag, DcpNames | None]:
     """Open what is at ``place``; with its names if it is a state dict that torch DCP or torch_checkpointing saved."""
     storage = place.open()
-    found = find_by_path(storage, place.name)
-    if found is None or Program(found.writer).writes_tags:
+    checkpoint = find_by_path(storage, place.name)
+    if checkpoint is None or Program(checkpoint.writer).writes_tags:
         return open_source(place), None
-    opened = found.open(storage, found.key)
+    opened = checkpoint.open(storage, checkpoint.key)
     layout = opened._layout
     if not isinstance(layout, DcpDirectory):
         return opened, None
@@ -236,7 +236,7 @@ def _open(place: Location) -> tuple[OpenTag, DcpNames | None]:
         DcpItem(name, entries.path(name), None if form is None else prod(form.shape)) for name, form in forms.items()
     ]
     names = replace(names_of(items, 0), content="")
-    return OpenTag(storage, found.key, DcpDirectory(layout.files, entries, names=names), None), names
+    return OpenTag(storage, checkpoint.key, DcpDirectory(layout.files, entries, names=names), None), names
 
 
 class _States:
