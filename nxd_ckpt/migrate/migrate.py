@@ -146,9 +146,9 @@ class Translation:
         """The source under the names for which the mapping has rules, of one of several models if it is chosen."""
         if self._origin.imported is not None:
             return self._origin.opened
-        opened = self._source.open()
+        saved = self._origin.saved
         model = self._chosen.model
-        return unwrapped(opened, self._base) if model is None else OneModelTag(opened, model)
+        return unwrapped(saved, self._base) if model is None else OneModelTag(saved, model)
 
     @cached_property
     def _mapping(self) -> ModelMapping:

@@ -46,7 +46,8 @@ class Origin:
     Attributes:
         writer: the program that wrote it.
         place: location of its tag.
-        opened: its tag.
+        opened: its tag, without names of wrappers.
+        saved: its tag under the names in the files.
         config: directory of config.json, or None.
         mapping: the mapping from a Hugging Face model, or None if not recorded.
         kv_size_multiplier: copies of each key-value head, or None if not recorded.
@@ -62,6 +63,7 @@ class Origin:
     writer: Program
     place: Location
     opened: OpenTag
+    saved: OpenTag
     config: str | None = None
     mapping: MappingSpec = None
     kv_size_multiplier: int | None = None
@@ -98,7 +100,7 @@ def find_origin(source: Source, chosen: ConvertOptions) -> Origin:
     optimizer = (chosen.optimizer or chosen.master_weights) if is_hf else chosen.optimizer is not False
     with opened.guarded():
         needs_names = optimizer and chosen.saved_param_names is None
-        origin = Origin(source.writer, source.place, unwrapped(opened))
+        origin = Origin(source.writer, source.place, unwrapped(opened), opened)
         files = TagFiles(source.place.open(), source.place.name)
         return _DESCRIBERS[source.writer](_Source(origin, files, beside, needs_names, not is_hf))
 
@@ -136,7 +138,8 @@ def _hugging_face(source: Source, files: TagFiles, chosen: ConvertOptions) -> Or
     beside = filter(files.has, OF_THE_RUN)
     folder = place.directory if opened.storage.is_file(place.name) else join(place.directory, place.name)
     config = folder if files.has(CONFIG) else None
-    return Origin(Program.HUGGING_FACE, place, opened, config, left_out=(*outside(model), *beside), imported=what)
+    left_out = (*outside(model), *beside)
+    return Origin(Program.HUGGING_FACE, place, opened, opened, config, left_out=left_out, imported=what)
 
 
 def _tag(source: _Source) -> Origin:
